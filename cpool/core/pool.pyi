@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple, overload
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,11 +8,10 @@ from numpy.typing import NDArray
 # One of: an (n, width) uint8 array, a bytes-like of n * width bytes together with
 # hash_width=, or a sequence of equally long bytes. BlockHashes and its views export
 # the first form.
-type Hashes = Any
+Hashes: TypeAlias = Any
 # Any one-dimensional buffer of integers, or a sequence of int.
-type BlockIds = Any
+BlockIds: TypeAlias = Any
 
-NUM_TOKENS_UNKNOWN: Final = -1
 
 class ContractError(ValueError, AssertionError):
     """A call broke the pool's contract; nothing was changed.
