@@ -26,7 +26,10 @@ def make_request(
     num_hashes: int, hash_block_size: int = 4, width: int = 32, seed: int = 0, **kwargs: Any
 ) -> Request:
     """A request whose chain is made of distinct, recognisable digests."""
-    hashes = [bytes([seed, i + 1]) + bytes(width - 3) + b"\x5a" for i in range(num_hashes)]
+    hashes = [
+        bytes([seed]) + bytes(width - 4) + number.to_bytes(2, "big") + b"\x5a"
+        for number in range(1, num_hashes + 1)
+    ]
     return Request(hashes, list(range(num_hashes * hash_block_size)), **kwargs)
 
 
