@@ -34,6 +34,14 @@ class IdRefusal(ModelError):
     """cpool.BlockIdError."""
 
 
+class ValueRefusal(ModelError):
+    """ValueError."""
+
+
+class TooFewHashes(ModelError):
+    """IndexError: the request's chain is shorter than the call needs."""
+
+
 class TooFewBlocks(ModelError):
     """ValueError with exactly this message."""
 
@@ -278,7 +286,7 @@ class ModelPool:
         # The parent is only looked at for the event.
         last_needed = max([*indices, num_cached - 1 if self.enable_events else -1])
         if last_needed >= len(hashes):
-            raise ContractRefusal(f"{last_needed + 1} of {len(hashes)} hashes")
+            raise TooFewHashes(f"{last_needed + 1} of {len(hashes)} hashes")
         stores = [(ids[i], hashes[i], (i + 1) * block_size) for i in indices]
         self.check_promotions(stores)
         self.store_full(stores, group)
@@ -302,8 +310,8 @@ class ModelPool:
         first_block: int = 0,
     ) -> None:
         self.check_ids(ids)
-        if len(ids) != len(hashes) or first_block < 0:
-            raise ContractRefusal(f"{len(ids)} ids, {len(hashes)} hashes, from {first_block}")
+        if len(ids) != len(hashes):
+            raise ValueRefusal(f"{len(ids)} ids, {len(hashes)} hashes")
         if block_size <= 0 or block_size % self.hash_block_size:
             raise ContractRefusal(f"block_size {block_size}")
         stores = [
@@ -357,9 +365,9 @@ class ModelPool:
         self, block_id: int, block_hash: bytes, num_tokens: int, group: int, replace: bool = False
     ) -> None:
         self.check_ids([block_id])
+        self.check_num_tokens(num_tokens)
         if block_id == NULL_BLOCK:
             return
-        self.check_num_tokens(num_tokens)
         if self.store_partial(make_key(block_hash, group), block_id, num_tokens, replace):
             self.emit_loosely([block_hash], self.hash_block_size, group)
 
@@ -402,7 +410,7 @@ class ModelPool:
         self.check_ids([src, dst])
         if self.blocks[dst].keys:
             raise ContractRefusal(f"block {dst} has a key")
-        if dst == NULL_BLOCK and self.blocks[src].keys:
+        if dst == NULL_BLOCK:
             raise ContractRefusal("the null block is never registered", stricter=True)
         for key, num_tokens in self.remove_keys(src).items():
             self.insert(key, dst, num_tokens)
@@ -453,7 +461,7 @@ class ModelPool:
             return
         hashes = self.hashes_at(request, block_size)
         if num_cached > len(hashes):
-            raise ContractRefusal(f"{num_cached} of {len(hashes)} hashes")
+            raise TooFewHashes(f"{num_cached} of {len(hashes)} hashes")
         starts = range(0, num_cached * block_size, block_size)
         self.emit(
             Stored(

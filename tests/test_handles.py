@@ -204,7 +204,7 @@ def test_blocks_outside_the_queue_have_no_neighbours(pool: Any) -> None:
     assert block.prev_free_block is None
     assert block.next_free_block is None
     assert pool.null_block.next_free_block is None
-    with pytest.raises(RuntimeError, match="remove.*invalid block"):
+    with pytest.raises(RuntimeError, match=r"remove.*invalid block"):
         pool.free_block_queue.remove(block)
 
 
@@ -282,7 +282,7 @@ def test_an_empty_queue_without_a_pool() -> None:
     queue.append(block)
     assert queue.popleft() is block
     assert block.next_free_block is None
-    with pytest.raises(RuntimeError, match="remove.*invalid block"):
+    with pytest.raises(RuntimeError, match=r"remove.*invalid block"):
         queue.remove(block)
 
 
