@@ -34,6 +34,7 @@ if asan:
 EXTENSIONS = [
     "cpool.core.pool",
     "cpool.hashing.chain",
+    "cpool.hashing.block_hashes",
 ]
 
 directives = {
