@@ -10,6 +10,7 @@ take the bytes they end with, once for each run of blocks that share the same ex
 import hashlib
 import os
 import pickle
+import sys
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc, PyMem_RawRealloc
@@ -244,6 +245,29 @@ cdef class BlockHasher:
         rows = PyBytes_AS_STRING(hashes)
         return [PyBytes_FromStringAndSize(rows + i * width, width) for i in range(num_blocks)]
 
+    def for_requests(self, token_ids, block_hashes, extra_keys=None):
+        """Return a function that does `new_hashes` for a request object.
+
+        It is for engines, such as vLLM, that keep a sequence's tokens and hashes as
+        attributes of a request and call such a function after each token.
+
+        Args:
+            token_ids: Name of the attribute that holds all tokens.
+            block_hashes: Name of the attribute that holds the hashes so far.
+            extra_keys: None, or a function of the request and the first token to be
+                hashed that returns the `extra_keys` for `new_hashes`. It is called only
+                when a block is complete.
+
+        Returns:
+            A function that takes a request and returns its new hashes as a list of bytes.
+        """
+        cdef _RequestHasher bound = _RequestHasher()
+        bound.hasher = self
+        bound.token_ids = sys.intern(token_ids)
+        bound.block_hashes = sys.intern(block_hashes)
+        bound.extra_keys = extra_keys
+        return bound.new_hashes
+
     cdef checked_parent(self, parent):
         if type(parent) is not bytes:
             raise TypeError(f"a parent hash must be bytes, not {type(parent).__name__}")
@@ -442,6 +466,27 @@ cdef class BlockHasher:
         ):
             return None
         return message[start + 4:]
+
+
+cdef class _RequestHasher:
+    """What `BlockHasher.for_requests` returns a bound method of."""
+
+    cdef BlockHasher hasher
+    cdef str token_ids
+    cdef str block_hashes
+    cdef object extra_keys
+
+    def new_hashes(self, request):
+        """Hash the blocks that a request has completed since it was last hashed."""
+        cdef object token_ids = getattr(request, self.token_ids)
+        cdef object block_hashes = getattr(request, self.block_hashes)
+        cdef Py_ssize_t start = len(block_hashes) * self.hasher.hash_block_size
+        cdef object extra_keys = None
+        if len(token_ids) < start + self.hasher.hash_block_size:
+            return []
+        if self.extra_keys is not None:
+            extra_keys = self.extra_keys(request, start)
+        return self.hasher.new_hashes(token_ids, block_hashes, extra_keys)
 
 
 def _make_hasher(hash_block_size, algorithm, root):

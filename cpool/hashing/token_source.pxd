@@ -10,6 +10,24 @@ from cpython.object cimport PyObject
 from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
+cdef extern from *:
+    """
+    /* Ints of at most one digit (30 bits), which is nearly every token, without a call.
+       Returns 0 for a longer one. `value` must be an exact int. */
+    static inline int cpool_read_short_int(PyObject *value, int64_t *out) {
+    #if PY_VERSION_HEX >= 0x030C0000
+        if (!PyUnstable_Long_IsCompact((PyLongObject *)value)) return 0;
+        *out = PyUnstable_Long_CompactValue((PyLongObject *)value);
+    #else
+        Py_ssize_t num_digits = Py_SIZE(value); /* negative for a negative int */
+        if (num_digits < -1 || num_digits > 1) return 0;
+        *out = num_digits * (int64_t)((PyLongObject *)value)->ob_digit[0];
+    #endif
+        return 1;
+    }
+    """
+    bint read_short_int "cpool_read_short_int"(PyObject* value, int64_t* out) noexcept
+
 cdef extern from "Python.h":
     int PY_LITTLE_ENDIAN
     int PyLong_CheckExact(PyObject* value) noexcept
@@ -133,9 +151,10 @@ cdef inline bint load(
             item = PyTuple_GET_ITEM(tokens.items, first + i)
         if not PyLong_CheckExact(item):
             return False
-        values[i] = PyLong_AsLongLongAndOverflow(item, &overflow)
-        if overflow != 0:
-            return False
+        if not read_short_int(item, &values[i]):
+            values[i] = PyLong_AsLongLongAndOverflow(item, &overflow)
+            if overflow != 0:
+                return False
     return True
 
 
