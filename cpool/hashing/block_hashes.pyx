@@ -168,6 +168,14 @@ cdef class BlockHashes:
         finally:
             token_source.close(&tokens)
 
+    def append_token(self, token_id, extra_keys=None):
+        """Append one token, as `append_tokens` would, for decoding token by token."""
+        cdef list waiting = self._waiting
+        if type(token_id) is int and len(waiting) + 1 < self.hasher.hash_block_size:
+            waiting.append(token_id)
+        else:
+            self.append_tokens((token_id,), extra_keys)
+
     cdef int append_opened(self, const Tokens* tokens, object extra_keys) except -1:
         cdef Py_ssize_t size = self.hasher.hash_block_size
         cdef Py_ssize_t num_waiting = len(self._waiting)
