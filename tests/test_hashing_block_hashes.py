@@ -4,6 +4,7 @@
 import copy
 import gc
 import hashlib
+import io
 import pickle
 import sys
 import tracemalloc
@@ -95,8 +96,8 @@ class TokensChange(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def fail(self, data):
-        bad = data.draw(st.lists(st.integers(0, 9), max_size=2 * SIZE)) + ["bad"]
-        bad += data.draw(st.lists(st.integers(0, 9), max_size=2 * SIZE))
+        more = st.lists(st.integers(0, 9), max_size=2 * SIZE)
+        bad = [*data.draw(more), "bad", *data.draw(more)]
         with pytest.raises(TypeError, match="is not an integer"):
             self.hashes.append_tokens(bad, extra_keys)
 
@@ -124,9 +125,7 @@ class TokensChange(RuleBasedStateMachine):
 
 
 TestEveryWayTokensChange = TokensChange.TestCase
-TestEveryWayTokensChange.settings = settings(
-    deadline=None, max_examples=60, stateful_step_count=30
-)
+TestEveryWayTokensChange.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 3, 4, 40])
@@ -134,8 +133,12 @@ def test_it_reads_as_a_list_does(num_tokens):
     hashes, expected = make(num_tokens), reference(range(num_tokens))
     assert len(hashes) == len(expected) == num_tokens // SIZE
     assert list(hashes) == hashes[:] == hashes.tolist() == expected
-    assert hashes == expected and expected == hashes and not hashes != expected
-    assert hashes != [*expected, b""] and hashes != tuple(expected) and hashes != 3
+    assert hashes == expected
+    assert expected == hashes
+    assert (hashes != expected) is False
+    assert hashes != [*expected, b""]
+    assert hashes != tuple(expected)
+    assert hashes != 3
     for index in range(-len(expected), len(expected)):
         assert hashes[index] == expected[index]
         assert hashes.index(expected[index]) == expected.index(expected[index])
@@ -165,8 +168,10 @@ def test_a_view_reads_as_the_list_of_its_boundaries(make_hashes, scale):
     view = BlockHashListWithBlockSize(hashes, SIZE, scale * SIZE)
     expected = hashes[:][scale - 1 :: scale]
     assert (view.scale_factor, view.block_hashes is hashes) == (scale, True)
-    assert list(view) == view[:] == expected and view == expected
-    assert view[1:] == expected[1:] and view[::-1] == expected[::-1]
+    assert list(view) == view[:] == expected
+    assert view == expected
+    assert view[1:] == expected[1:]
+    assert view[::-1] == expected[::-1]
     for index in range(-len(expected), len(expected)):
         assert view[index] == expected[index]
     for index in (len(expected), -len(expected) - 1):
@@ -202,14 +207,16 @@ def test_buffers_are_read_only_and_copy_nothing():
     assert not rows.flags.writeable
     assert bytes(hashes) == b"".join(hashes)
     with memoryview(hashes.view(3 * SIZE)) as buffer:
-        assert buffer.readonly and buffer.format == "B" and not buffer.c_contiguous
+        assert buffer.readonly
+        assert buffer.format == "B"
+        assert not buffer.c_contiguous
         assert buffer.tobytes() == b"".join(hashes.view(3 * SIZE))
     with pytest.raises(BufferError, match="not contiguous"):
         hashlib.sha256(hashes.view(3 * SIZE))
     with pytest.raises(BufferError, match="only a view of BlockHashes"):
         memoryview(BlockHashListWithBlockSize(hashes[:], SIZE, SIZE))
     with pytest.raises((BufferError, TypeError)):
-        open("/dev/null", "rb").readinto(hashes)
+        io.BytesIO(b"x").readinto(hashes)
     assert np.asarray(make(3)).shape == (0, 32)
     assert np.asarray(make(8).view(12)).shape == (0, 32)
 
@@ -272,7 +279,7 @@ def test_hashes_made_elsewhere_are_checked_before_any_is_appended():
     assert len(hashes) == 2
     hashes.append(good)
     hashes.extend(hashes)
-    assert hashes == reference(range(8)) + [good] + reference(range(8)) + [good]
+    assert hashes == [*reference(range(8)), good, *reference(range(8)), good]
     hashes.append_token(1)
     with pytest.raises(ValueError, match="1 tokens wait for a full block"):
         hashes.extend([good])
@@ -293,14 +300,18 @@ def test_deleting_is_for_the_end_alone():
     assert (len(hashes), hashes.num_tokens) == (0, 0)
 
 
-@pytest.mark.parametrize("twin", [copy.copy, BlockHashes.copy, lambda h: pickle.loads(pickle.dumps(h))])
+@pytest.mark.parametrize(
+    "twin", [copy.copy, BlockHashes.copy, lambda h: pickle.loads(pickle.dumps(h))]
+)
 def test_a_copy_goes_its_own_way(twin):
     hashes = make(42)
     other = twin(hashes)
-    assert other == hashes and other.num_tokens == 42
+    assert other == hashes
+    assert other.num_tokens == 42
     other.append_tokens([42, 43], extra_keys)
     hashes.append_tokens([0, 0], extra_keys)
-    assert other == reference(range(44)) and hashes != other
+    assert other == reference(range(44))
+    assert hashes != other
 
 
 def test_a_hash_costs_its_width():

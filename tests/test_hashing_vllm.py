@@ -42,7 +42,9 @@ CASES = {
     "block of 300": (random_ids(1000, 18), 300, None),
     "block of more than a pickle frame": (random_ids(50_000, 31), 25_000, None),
     "salt on the first block": (
-        random_ids(70, 18), 16, [(("cache_salt", "tenant-7"),), None, None, None]
+        random_ids(70, 18),
+        16,
+        [(("cache_salt", "tenant-7"),), None, None, None],
     ),
     "adapter": (random_ids(70, 18), 16, [(LORA,)] * 4),
     "adapter named like its path": (random_ids(40, 18), 16, [(("lora", IMAGE, IMAGE),)] * 2),

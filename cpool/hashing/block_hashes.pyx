@@ -9,6 +9,7 @@ array first.
 
 from collections.abc import Sequence
 
+cimport cython
 from cpython.buffer cimport PyBUF_FORMAT, PyBUF_ND, PyBUF_STRIDES, PyBUF_WRITABLE
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc
@@ -26,6 +27,7 @@ class BlockSizeError(ValueError, AssertionError):
     """
 
 
+@cython.final
 cdef class _Rows:
     """An array of digests, and what open buffers see of it."""
 
@@ -89,6 +91,7 @@ cdef class _Rows:
             self.num_shown = 0
 
 
+@cython.final
 cdef class BlockHashes:
     """The chained hashes of one sequence's full blocks: a compact list of bytes.
 
@@ -401,6 +404,7 @@ def _rebuild(hasher, block_hashes, waiting):
     return hashes
 
 
+@cython.final
 cdef class BlockHashListWithBlockSize:
     """Block hashes seen at a multiple of their block size; vLLM's class of this name.
 

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
+cimport cython
+
 from cpool.hashing.token_source cimport Tokens
 
 
+@cython.final
 cdef class BlockHasher:
     cdef readonly Py_ssize_t hash_block_size  # tokens
     cdef readonly str algorithm

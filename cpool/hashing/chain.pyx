@@ -12,6 +12,7 @@ import os
 import pickle
 import sys
 
+cimport cython
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc, PyMem_RawRealloc
 from cpython.number cimport PyIndex_Check
@@ -44,14 +45,15 @@ cdef object shared_object(object module):
 cdef int load_sha256() except -1:
     """Find libcrypto, and keep it only if it agrees with hashlib."""
     cdef unsigned char out[32]
-    cdef const char* filename
+    cdef char* filename = NULL
     cdef bytes message = bytes(range(200))
     try:
         import _hashlib
     except ImportError:  # an interpreter without OpenSSL
         return 0
     name = shared_object(_hashlib)
-    filename = NULL if name is None else <const char*> <bytes> name
+    if name is not None:
+        filename = <bytes> name
     digest.find_sha256(&library, filename)
     if library.sha256_init == NULL:  # linked into the interpreter, its symbols hidden
         digest.find_sha256(&library, b"libcrypto.so.3")
@@ -141,6 +143,7 @@ cdef bint is_immutable(object value):
     return value is None or type(value) in (str, int, bytes, bool, float)
 
 
+@cython.final
 cdef class BlockHasher:
     """Makes the chained hashes of token sequences, for one algorithm and block size.
 
@@ -468,6 +471,7 @@ cdef class BlockHasher:
         return message[start + 4:]
 
 
+@cython.final
 cdef class _RequestHasher:
     """What `BlockHasher.for_requests` returns a bound method of."""
 
