@@ -29,15 +29,19 @@ cdef inline unsigned char* put_pickle_int(unsigned char* p, int64_t value) noexc
     cdef uint64_t bits = <uint64_t> value
     cdef int num_bytes = 8
     cdef int i
+    cdef uint32_t over_1_byte, over_2_bytes
     if -2147483648 <= value <= 2147483647:
-        # BININT1, BININT2 or BININT without a branch: sizes alternate at random. A negative
-        # value has high bits set and so takes BININT, as it must.
-        p[0] = 74 if low > 0xFFFF else (77 if low > 0xFF else 75)
+        # BININT1 (75), BININT2 (77) or BININT (74), by arithmetic because sizes alternate at
+        # random and no branch would be predicted. A negative value has high bits set and so
+        # takes BININT, as it must.
+        over_1_byte = low > 0xFF
+        over_2_bytes = low > 0xFFFF
+        p[0] = <unsigned char> (75 + 2 * over_1_byte - 3 * over_2_bytes)
         p[1] = <unsigned char> low
         p[2] = <unsigned char> (low >> 8)
         p[3] = <unsigned char> (low >> 16)
         p[4] = <unsigned char> (low >> 24)
-        return p + 2 + (low > 0xFF) + 2 * (low > 0xFFFF)
+        return p + 2 + over_1_byte + 2 * over_2_bytes
     p[0] = 0x8A  # LONG1: length, then the shortest little-endian two's complement
     for i in range(8):
         p[2 + i] = <unsigned char> (bits >> (8 * i))
