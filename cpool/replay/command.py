@@ -11,7 +11,7 @@ from pathlib import Path
 from cpool.replay.ceiling import Ceiling
 from cpool.replay.engine import FullAttentionEngine
 from cpool.replay.open_trace import open_trace
-from cpool.replay.presets import DEFAULT_BLOCK_SIZE, PRESETS, generate
+from cpool.replay.workload import DEFAULT_BLOCK_SIZE, PRESETS, generate
 from cpool.replay.progress import Progress
 from cpool.replay.records import Request, Trace, TraceError
 from cpool.replay.replay import Run, Timed, replay
