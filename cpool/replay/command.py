@@ -11,12 +11,15 @@ from pathlib import Path
 from cpool.replay.ceiling import Ceiling
 from cpool.replay.engine import FullAttentionEngine
 from cpool.replay.open_trace import open_trace
-from cpool.replay.workload import DEFAULT_BLOCK_SIZE, PRESETS, generate
 from cpool.replay.progress import Progress
 from cpool.replay.records import Request, Trace, TraceError
 from cpool.replay.replay import Run, Timed, replay
 from cpool.replay.report import Result, to_json, to_text
 from cpool.replay.sweep import choose_capacities
+from cpool.replay.workload import DEFAULT_BLOCK_SIZE, PRESETS, generate
+
+_BAD_INPUT = 2
+_INTERRUPTED = 130  # as a shell would say: 128 + SIGINT
 
 _MAX_BLOCKS = 2**32 - 3  # ids are 32 bits wide, and one is the null block's
 
@@ -44,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"tokens a block (default: inferred from the trace; {DEFAULT_BLOCK_SIZE} without one)",
     )
     parser.add_argument("--limit", type=_positive, metavar="N", help="stop after N requests")
-    parser.add_argument("--json", metavar="FILE", help="write the report there too, as JSON")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the report as JSON (-: to standard output, no table)"
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress and no table")
     parser.add_argument(
         "--skip-bad", action="store_true", help="count malformed lines and go on (default: stop)"
@@ -68,24 +73,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Do what the arguments say; the exit code."""
     try:
-        trace = _open(args)
-        result = _replay(trace, args)
+        result = _replay(_open(args), args)
         if args.json:
-            _write_json(result, Path(args.json))
+            _write_json(result, args.json)
     except TraceError as error:
         print(f"cpool replay: {error}", file=sys.stderr)
-        return 2
-    if not args.quiet:
+        return _BAD_INPUT
+    except KeyboardInterrupt:
+        print("cpool replay: interrupted before the first request", file=sys.stderr)
+        return _INTERRUPTED
+    if not args.quiet and args.json != "-":
         print(to_text(result))
-    return 130 if result.is_interrupted else 0
+    return _INTERRUPTED if result.is_interrupted else 0
 
 
 def _open(args: argparse.Namespace) -> Trace:
     made_up = {"--workload": args.workload, "--requests": args.requests, "--seed": args.seed}
     if args.trace is None:
         preset = args.workload or "agent"
-        block_size = args.block_size or DEFAULT_BLOCK_SIZE
-        return generate(preset, args.requests, args.seed or 0, block_size)
+        return generate(preset, args.requests, args.seed or 0, args.block_size)
     given = [option for option, value in made_up.items() if value is not None]
     if given:
         raise TraceError(f"{given[0]} is for made-up requests, but a trace is given")
@@ -103,9 +109,9 @@ def _replay(trace: Trace, args: argparse.Namespace) -> Result:
     try:
         if capacities is None:
             progress.start("reading", trace.fraction_read)
-            requests = _hold(requests, progress)
+            requests = held = _hold(requests, progress)
             capacities = choose_capacities(ceiling.unique_blocks, ceiling.max_request_blocks)
-            progress.start("replaying", len(requests))
+            progress.start("replaying", len(held))
         else:
             progress.start("replaying", trace.fraction_read)
         runs += [Run(FullAttentionEngine(size, trace.block_size)) for size in capacities]
@@ -116,6 +122,8 @@ def _replay(trace: Trace, args: argparse.Namespace) -> Result:
         raise TraceError(f"not enough memory for pools of {capacities} blocks") from None
     finally:
         progress.close()
+    if not ceiling.num_requests and not is_interrupted:
+        raise TraceError(f"{trace.name}: the trace has no requests")
     parameters = {
         "blocks": capacities,
         "block_size": args.block_size,
@@ -134,9 +142,13 @@ def _hold(requests: Iterable[Request], progress: Progress) -> list[Request]:
     return held
 
 
-def _write_json(result: Result, path: Path) -> None:
+def _write_json(result: Result, path: str) -> None:
+    text = json.dumps(to_json(result), indent=2) + "\n"
+    if path == "-":
+        sys.stdout.write(text)
+        return
     try:
-        path.write_text(json.dumps(to_json(result), indent=2) + "\n", encoding="utf-8")
+        Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror}") from error
 

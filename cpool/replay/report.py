@@ -95,7 +95,7 @@ def to_text(result: Result) -> str:
         lines.append("INTERRUPTED: what follows is the part that was done")
     lines += ["", *_table(result.runs, ceiling), ""]
     hint = _hint(result)
-    return "\n".join(lines + [hint] if hint else lines)
+    return "\n".join([*lines, hint] if hint else lines)
 
 
 def _table(runs: list[Run], ceiling: Ceiling) -> list[str]:

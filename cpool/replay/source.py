@@ -10,8 +10,9 @@ import io
 import lzma
 import os
 import sys
-from pathlib import Path
-from typing import IO, BinaryIO, cast
+from collections.abc import Callable
+from stat import S_ISREG
+from typing import Any
 
 from cpool.replay.records import TraceError
 
@@ -21,33 +22,35 @@ UNPACK_ERRORS = (EOFError, OSError, lzma.LZMAError)
 
 
 class HashingReader(io.RawIOBase):
-    """A raw stream that counts and hashes what is read through it."""
+    """A raw stream that counts and hashes what is read through it.
 
-    def __init__(self, raw: BinaryIO, size: int | None) -> None:
+    A read returns what is there: a slow pipe is not waited for until a buffer is full.
+    """
+
+    def __init__(self, raw: io.FileIO, size: int | None) -> None:
         self._raw = raw
         self._digest = hashlib.sha256()
         self._at_end = False
-        self.size = size  # bytes; None for a pipe
-        self.num_read = 0
+        self._size = size  # bytes; None for a pipe
+        self._num_read = 0
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: object) -> int:
         view = memoryview(buffer)  # type: ignore[arg-type]
-        data = self._raw.read(len(view))
-        view[: len(data)] = data
-        self._digest.update(data)
-        self.num_read += len(data)
-        self._at_end = not data
-        return len(data)
+        num_bytes = self._raw.readinto(view)
+        self._digest.update(view[:num_bytes])
+        self._num_read += num_bytes
+        self._at_end = num_bytes == 0
+        return num_bytes
 
     def fraction_read(self) -> float | None:
-        return min(1.0, self.num_read / self.size) if self.size else None
+        return min(1.0, self._num_read / self._size) if self._size else None
 
     def sha256(self) -> str | None:
         """The digest of the whole input; None if it is a pipe with unread bytes."""
-        if self.size is not None:
+        if self._size is not None:
             while self.read(1 << 20):
                 pass
         return self._digest.hexdigest() if self._at_end else None
@@ -55,13 +58,13 @@ class HashingReader(io.RawIOBase):
 
 def open_raw(path: str) -> HashingReader:
     if path == STDIN:
-        return HashingReader(cast(BinaryIO, sys.stdin.buffer), None)
+        return HashingReader(io.FileIO(sys.stdin.fileno(), closefd=False), None)
     try:
-        raw = Path(path).open("rb", buffering=0)
+        raw = io.FileIO(path)
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror}") from error
     status = os.fstat(raw.fileno())
-    return HashingReader(cast(BinaryIO, raw), status.st_size or None)
+    return HashingReader(raw, status.st_size if S_ISREG(status.st_mode) else None)
 
 
 def unpack(raw: HashingReader) -> io.BufferedReader:
@@ -71,20 +74,17 @@ def unpack(raw: HashingReader) -> io.BufferedReader:
         TraceError: zstd, and no package here can unpack it.
     """
     packed = io.BufferedReader(raw, 1 << 16)
-    start = packed.peek(6)
-    stream: IO[bytes]
-    if start.startswith(b"\x1f\x8b"):
-        stream = gzip.GzipFile(fileobj=packed)
-    elif start.startswith(b"\xfd7zXZ\x00"):
-        stream = lzma.LZMAFile(packed)
-    elif start.startswith(b"\x28\xb5\x2f\xfd"):
-        stream = _open_zstd(packed)
-    else:
-        return packed
-    return io.BufferedReader(cast(io.RawIOBase, stream), 1 << 20)
+    for magic, opener in _OPENERS.items():
+        if packed.peek(len(magic)).startswith(magic):
+            return io.BufferedReader(opener(packed), 1 << 20)
+    return packed
 
 
-def _open_zstd(packed: IO[bytes]) -> IO[bytes]:
+def _open_gzip(packed: io.BufferedReader) -> Any:
+    return gzip.GzipFile(fileobj=packed)
+
+
+def _open_zstd(packed: io.BufferedReader) -> Any:
     try:
         from compression import zstd  # Python 3.14
     except ImportError:
@@ -99,3 +99,10 @@ def _open_zstd(packed: IO[bytes]) -> IO[bytes]:
             "(pip install 'cpool[replay]'), or use Python 3.14 or newer"
         ) from None
     return zstandard.ZstdDecompressor().stream_reader(packed, read_across_frames=True)
+
+
+_OPENERS: dict[bytes, Callable[[io.BufferedReader], Any]] = {
+    b"\x1f\x8b": _open_gzip,
+    b"\xfd7zXZ\x00": lzma.LZMAFile,
+    b"\x28\xb5\x2f\xfd": _open_zstd,
+}

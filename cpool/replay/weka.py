@@ -60,7 +60,6 @@ class _Ids:
         return table[local]
 
 
-
 class SessionReader:
     """Collects sessions, then yields their requests in order of time."""
 
@@ -108,7 +107,7 @@ class SessionReader:
             hash_ids = ids.globalise(timed.id_space, timed.request.hash_ids)
             yield timed.request._replace(hash_ids=hash_ids)
 
-    def _refuse(self, where: str, error: ValueError) -> None:
+    def _refuse(self, where: str, error: Exception) -> None:
         if not self._skip_bad:
             raise TraceError(f"{where}: {error}") from error
         self.num_skipped += 1
@@ -201,6 +200,10 @@ def _parse(offset: float, record: Any) -> tuple[float, Request]:
 
 def _seconds(record: dict[str, Any]) -> float:
     seconds = record.get("t")
-    if type(seconds) not in (int, float) or not 0 <= seconds < 2**40:
+    if (
+        isinstance(seconds, bool)
+        or not isinstance(seconds, int | float)
+        or not 0 <= seconds < 2**40
+    ):
         raise ValueError(f"t is {seconds!r:.40}; it must be a number of seconds from 0")
     return float(seconds)

@@ -25,22 +25,25 @@ PRESETS: dict[str, tuple[Callable[[Random], Iterator[Arrival]], int]] = {
 }
 
 
-def generate(preset: str, num_requests: int | None, seed: int, block_size: int) -> Trace:
+def generate(
+    preset: str, num_requests: int | None = None, seed: int = 0, block_size: int | None = None
+) -> Trace:
     """A trace of made-up requests.
 
     Args:
         preset: One of ``PRESETS``.
         num_requests: How many; by default what the preset suggests.
         seed: Any number from 0.
-        block_size: Tokens a block. It decides the block ids, not the requests.
+        block_size: Tokens a block, by default 16. It decides the block ids, not the requests.
     """
+    size = block_size or DEFAULT_BLOCK_SIZE
     arrivals, usual = PRESETS[preset]
     total = num_requests or usual
     num_made = 0
 
     def requests() -> Iterator[Request]:
         nonlocal num_made
-        numbers = BlockNumbers(block_size)
+        numbers = BlockNumbers(size)
         for arrival in islice(arrivals(Random(seed)), total):
             num_made += 1
             prompt = arrival.prompt
@@ -50,8 +53,8 @@ def generate(preset: str, num_requests: int | None, seed: int, block_size: int) 
     return Trace(
         f"made-up workload '{preset}', seed {seed}",
         "generated",
-        block_size,
-        "chosen",
+        size,
+        "given" if block_size else "by default",
         requests(),
         fraction_read=lambda: num_made / total,
         parameters={"workload": preset, "requests": total, "seed": seed},

@@ -16,16 +16,18 @@ _BITS = 32  # of a uniform draw
 _LOG_BITS = 16  # of the fraction of a logarithm
 _TABLE_BITS = 12
 _POWER_BITS = 40
-_POWERS = [round(2 ** (i / 2**_TABLE_BITS) * 2**_POWER_BITS) for i in range(2**_TABLE_BITS)]
+_POWERS = [
+    round(2 ** (i / (1 << _TABLE_BITS)) * (1 << _POWER_BITS)) for i in range(1 << _TABLE_BITS)
+]
 
 
 def _fixed_log(value: float) -> int:
-    return round(log2(value) * 2**_LOG_BITS)
+    return round(log2(value) * (1 << _LOG_BITS))
 
 
 def _power(fixed_log: int) -> int:
     """The inverse of _fixed_log, rounded down; for logarithms from 0."""
-    whole, fraction = divmod(fixed_log, 2**_LOG_BITS)
+    whole, fraction = divmod(fixed_log, 1 << _LOG_BITS)
     return (_POWERS[fraction >> (_LOG_BITS - _TABLE_BITS)] << whole) >> _POWER_BITS
 
 
@@ -91,7 +93,7 @@ class Chance:
     """True with a given probability."""
 
     def __init__(self, probability: float) -> None:
-        self._place = round(probability * 2**_BITS)
+        self._place = round(probability * (1 << _BITS))
 
     def draw(self, random: Random) -> bool:
         return random.getrandbits(_BITS) < self._place
