@@ -30,7 +30,7 @@ def infer_block_size(requests: Sequence[Request], name: str) -> tuple[int, str]:
     few = {size for sizes in ranges for size in sizes[:2]}
     if not powers and len(few) == 1:
         return few.pop(), how
-    possible = ", ".join(map(str, powers or sorted(few))) or "none"
+    possible = ", ".join(map(str, (powers or sorted(few))[:6])) or "none"
     raise TraceError(
         f"{name}: the first {len(requests)} requests do not tell the block size "
         f"(possible: {possible}); give it with --block-size"

@@ -73,7 +73,7 @@ def unpack(raw: HashingReader) -> io.BufferedReader:
     Raises:
         TraceError: zstd, and no package here can unpack it.
     """
-    packed = io.BufferedReader(raw, 1 << 16)
+    packed: io.BufferedReader = io.BufferedReader(raw, 1 << 16)
     for magic, opener in _OPENERS.items():
         if packed.peek(len(magic)).startswith(magic):
             return io.BufferedReader(opener(packed), 1 << 20)

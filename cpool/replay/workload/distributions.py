@@ -26,9 +26,10 @@ def _fixed_log(value: float) -> int:
 
 
 def _power(fixed_log: int) -> int:
-    """The inverse of _fixed_log, rounded down; for logarithms from 0."""
+    """The inverse of _fixed_log, to the nearest whole number; for logarithms from 0."""
     whole, fraction = divmod(fixed_log, 1 << _LOG_BITS)
-    return (_POWERS[fraction >> (_LOG_BITS - _TABLE_BITS)] << whole) >> _POWER_BITS
+    power = _POWERS[fraction >> (_LOG_BITS - _TABLE_BITS)] << whole
+    return (power + (1 << (_POWER_BITS - 1))) >> _POWER_BITS
 
 
 class Quantiles:
