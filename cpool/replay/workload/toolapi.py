@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs that call an API beside people who chat: Mooncake's tool-and-agent trace.
 
-Half of the requests are chats. The others are single calls with one of two fixed templates
+Nearly half of the requests are chats. The others are single calls with one of two fixed templates
 and a short unique part. Requests come in ticks of three seconds.
 """
 
@@ -16,7 +16,9 @@ from cpool.replay.workload.sessions import Arrival, Turn, merge
 
 _REQUESTS_PER_SECOND = 6.56
 _TICK_MS = 3_000
-_CHAT, _TOOL, _SHORT = 0.52, 0.31, 0.17  # shares of the requests
+# Shares of the requests. In the trace's first 94 they are .52, .31 and .17; within the error of
+# so few, these give the mean length and the hit rates of the whole trace.
+_CHAT, _TOOL, _SHORT = 0.45, 0.38, 0.17
 
 _TOOL_UNIQUE = Quantiles([(0, 22), (0.50, 474), (0.90, 1_316), (1, 2_869)])
 _SHORT_UNIQUE = Quantiles([(0, 508), (0.50, 596), (1, 1_788)])
