@@ -3,6 +3,7 @@ import gzip
 import io
 import json
 import lzma
+import sys
 import tarfile
 
 import numpy as np
@@ -55,6 +56,15 @@ def test_compressed_traces_are_told_by_their_content(tmp_path, name, zstd):
         path = tmp_path / name
         path.write_bytes(pack(text))
         assert ids_of(open_trace(str(path), block_size=16)) == [[0, 1, 2], [0, 1, 3], [0, 1]]
+
+
+def test_the_package_that_a_zstd_trace_needs_is_named(tmp_path, monkeypatch):
+    for module in ("compression", "zstandard"):
+        monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
+    path = tmp_path / "trace.jsonl.zst"
+    path.write_bytes(b"\x28\xb5\x2f\xfd and so on")
+    with pytest.raises(TraceError, match=r"install the package 'zstandard'"):
+        open_trace(str(path))
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, lzma.compress])

@@ -108,7 +108,12 @@ def test_requests_come_in_order_of_time(preset):
 
 @pytest.mark.parametrize(
     ("preset", "digest_of_stream"),
-    [("agent", "26f9ded8aed1fc69"), ("chat", "87a40e623fb77b09"), ("rag", "a9e181b7f82c22ac"), ("toolapi", "74b7ed6dd9237c04")],
+    [
+        ("agent", "26f9ded8aed1fc69"),
+        ("chat", "87a40e623fb77b09"),
+        ("rag", "a9e181b7f82c22ac"),
+        ("toolapi", "74b7ed6dd9237c04"),
+    ],
 )
 def test_a_seed_gives_the_same_requests_on_every_machine(preset, digest_of_stream):
     assert digest(preset, 64, seed=0)[:16] == digest_of_stream
