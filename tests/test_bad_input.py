@@ -241,7 +241,6 @@ BAD_HASHES = {
     "narrow": [NARROW],
     "one narrow": [HASH, NARROW],
     "narrow array": np.zeros((1, 16), np.uint8),
-    "empty hash": [b""],
 }
 
 
