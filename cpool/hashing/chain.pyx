@@ -143,6 +143,13 @@ cdef bint is_immutable(object value):
     return value is None or type(value) in (str, int, bytes, bool, float)
 
 
+cdef int check_num_keys(object extra_keys, Py_ssize_t num_blocks) except -1:
+    """Refuse a sequence of extra keys with another number of entries than blocks."""
+    if extra_keys is None or callable(extra_keys) or len(extra_keys) == num_blocks:
+        return 0
+    raise ValueError(f"extra_keys has {len(extra_keys)} entries for {num_blocks} blocks")
+
+
 @cython.final
 cdef class BlockHasher:
     """Makes the chained hashes of token sequences, for one algorithm and block size.
@@ -320,10 +327,7 @@ cdef class BlockHasher:
         cdef bytes last_tail = None
         cdef bint has_keys = extra_keys is not None
         cdef bint is_function = has_keys and callable(extra_keys)
-        if has_keys and not is_function and len(extra_keys) != num_blocks:
-            raise ValueError(
-                f"extra_keys has {len(extra_keys)} entries for {num_blocks} blocks"
-            )
+        check_num_keys(extra_keys, num_blocks)
         out = PyBytes_FromStringAndSize(NULL, num_blocks * width)
         row = <unsigned char*> PyBytes_AS_STRING(out)
         parent_row = <const unsigned char*> PyBytes_AS_STRING(parent)
