@@ -22,16 +22,20 @@ EDGES = [s * (1 << b) + d for b in (0, 5, 8, 16, 31, 32, 39, 63) for s in (1, -1
 TOKENS = st.one_of(
     st.integers(0, 2**18), st.sampled_from(EDGES), st.integers(-(2**64), 2**64), st.booleans()
 )
+# Sampled values are the same objects each time, which a pickle tells from equal ones.
+SHARED = ["lora", "mm", "9f" * 32, "ä" * 127, "s" * 255, "s" * 256, b"d" * 255, b"d" * 256]
+SHARED += [(), ("mm", "x", 5), "", b"", "\ud800", 1.5, frozenset([1])]
 LEAVES = st.one_of(
-    st.none(), st.text(max_size=300), st.binary(max_size=300), st.integers(), st.booleans()
-)
-KEYS = st.one_of(
+    st.sampled_from(SHARED),
     st.none(),
-    st.tuples(),
-    st.lists(st.lists(LEAVES, min_size=1, max_size=3).map(tuple), min_size=1, max_size=3).map(
-        tuple
-    ),
+    st.text(max_size=4),
+    st.binary(max_size=4),
+    st.sampled_from(EDGES),
+    st.integers(),
+    st.booleans(),
 )
+TUPLES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=5).map(tuple), max_leaves=12)
+KEYS = st.one_of(st.none(), TUPLES, st.lists(LEAVES, max_size=3))
 
 
 def reference(token_ids, size, algorithm, root, extra_keys=None):
@@ -62,12 +66,17 @@ def algorithm(request):
     st.sampled_from(ALGORITHMS),
     st.lists(TOKENS, max_size=80),
     st.integers(1, 40),
-    st.lists(KEYS, min_size=80, max_size=80),
+    st.lists(KEYS, min_size=5, max_size=5).map(lambda keys: keys * 16),
 )
 def test_hashes_are_those_of_the_serializers_themselves(algorithm, token_ids, size, keys):
     extra_keys = keys[: len(token_ids) // size]
-    hashes = hash_tokens(token_ids, size, algorithm, extra_keys=extra_keys)
-    assert hashes == reference(token_ids, size, algorithm, default_root(algorithm), extra_keys)
+    try:
+        expected = reference(token_ids, size, algorithm, default_root(algorithm), extra_keys)
+    except Exception:
+        with pytest.raises(TypeError, match="extra keys of block"):
+            hash_tokens(token_ids, size, algorithm, extra_keys=extra_keys)
+    else:
+        assert hash_tokens(token_ids, size, algorithm, extra_keys=extra_keys) == expected
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 23, 24, 255, 256, 257, 5000, 13_000, 21_824, 21_860])
@@ -83,11 +92,13 @@ def test_every_header_length_of_a_block(algorithm, size):
 def test_pickle_at_each_length_around_the_limit_of_a_frame():
     root = default_root("sha256")
     empty = len(pickle.dumps((root, (300,) * 4, None), protocol=5)) - 4 * 3 - 11
-    size = (65536 - empty) // 3
-    for pad in range(-6, 7):
-        token_ids = [300] * (size - 2) + [100_000] * 2  # two bytes more for each
-        expected = reference(token_ids[: size + pad], size + pad, "sha256", root)
-        assert hash_tokens(token_ids[: size + pad], size + pad) == expected
+    lengths = set()
+    for size in range((65536 - empty) // 3 - 4, (65536 - empty) // 3 + 4):
+        for num_wide in range(3):  # tokens of 5 bytes, the others have 3
+            token_ids = [300] * (size - num_wide) + [100_000] * num_wide
+            lengths.add(empty + 3 * size + 2 * num_wide)
+            assert hash_tokens(token_ids, size) == reference(token_ids, size, "sha256", root)
+    assert lengths >= set(range(65536 - 6, 65536 + 6))
 
 
 @pytest.mark.parametrize("native_digest", [True, False])
@@ -156,6 +167,24 @@ def test_pickle_tells_one_string_twice_from_two_equal_strings():
     assert hash_tokens([1, 2], 2, "sha256_cbor", extra_keys=[(("lora", name, name),)]) == (
         hash_tokens([1, 2], 2, "sha256_cbor", extra_keys=[(("lora", name, twin),)])
     )
+
+
+@pytest.mark.parametrize("count", [1, 2, 60, 61, 62, 63, 64, 300])
+def test_keys_of_many_strings(algorithm, count):
+    # A pickle's memo, and the bytes we write keys to, have their limits in this range.
+    for length in (2, 30, 250):
+        keys = (*(str(i).rjust(length) for i in range(count)),) * 2
+        expected = reference([1, 2], 2, algorithm, default_root(algorithm), [keys])
+        assert hash_tokens([1, 2], 2, algorithm, extra_keys=[keys]) == expected
+
+
+@pytest.mark.parametrize("depth", [1, 7, 8, 9, 10, 50])
+def test_keys_of_nested_tuples(algorithm, depth):
+    keys = "innermost"
+    for _ in range(depth):
+        keys = (keys,)
+    expected = reference([1, 2], 2, algorithm, default_root(algorithm), [keys])
+    assert hash_tokens([1, 2], 2, algorithm, extra_keys=[keys]) == expected
 
 
 def test_keys_that_hold_their_own_root_share_its_memo_entry():
