@@ -113,6 +113,11 @@ def test_each_fallback_gives_the_same_hashes(algorithm, native_digest, native_en
     assert hasher.new_hashes(token_ids, [], keys) == expected
 
 
+def test_this_pickler_is_known(algorithm):
+    # Otherwise every test of pickled blocks would only compare pickle with itself.
+    assert BlockHasher(16, algorithm)._native_encoding
+
+
 @pytest.mark.parametrize("typecode", "bBhHiIlLqQ")
 def test_buffers_of_every_integer_type_hash_as_their_values(algorithm, typecode):
     bits = 8 * array.array(typecode).itemsize

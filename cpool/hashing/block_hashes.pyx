@@ -15,8 +15,8 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes
 from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc
 from libc.string cimport memcpy
 
-from cpool.hashing cimport token_source
-from cpool.hashing.chain cimport BlockHasher, check_num_keys
+from cpool.hashing cimport keys, token_source
+from cpool.hashing.chain cimport BlockHasher
 from cpool.hashing.token_source cimport Tokens
 
 
@@ -178,7 +178,7 @@ cdef class BlockHashes:
         cdef Tokens tokens
         cdef bytes hashes
         if len(waiting) + 1 < size:
-            check_num_keys(extra_keys, 0)
+            keys.check_num_keys(extra_keys, 0)
             self.hasher.check_token(token_id, self._num_hashes * size + len(waiting))
             waiting.append(token_id)
             return
@@ -205,7 +205,7 @@ cdef class BlockHashes:
             self.hasher.check_token(token, position)
             position += 1
         if num_blocks == 0:
-            check_num_keys(extra_keys, 0)
+            keys.check_num_keys(extra_keys, 0)
             self._waiting.extend(rest)
             return 0
         if num_waiting == 0:

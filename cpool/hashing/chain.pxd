@@ -4,9 +4,6 @@ cimport cython
 from cpool.hashing.token_source cimport Tokens
 
 
-cdef int check_num_keys(object extra_keys, Py_ssize_t num_blocks) except -1
-
-
 @cython.final
 cdef class BlockHasher:
     cdef readonly Py_ssize_t hash_block_size  # tokens

@@ -140,13 +140,6 @@ cdef bytes cbor_string(str text):
     return head[:end - head] + data
 
 
-cdef int check_num_keys(object extra_keys, Py_ssize_t num_blocks) except -1:
-    """Refuse a sequence of extra keys with another number of entries than blocks."""
-    if extra_keys is None or callable(extra_keys) or len(extra_keys) == num_blocks:
-        return 0
-    raise ValueError(f"extra_keys has {len(extra_keys)} entries for {num_blocks} blocks")
-
-
 @cython.final
 cdef class BlockHasher:
     """Makes the chained hashes of token sequences, for one algorithm and block size.
@@ -322,7 +315,7 @@ cdef class BlockHasher:
         cdef object block_keys = None
         cdef bint has_keys = extra_keys is not None
         cdef bint is_function = has_keys and callable(extra_keys)
-        check_num_keys(extra_keys, num_blocks)
+        keys.check_num_keys(extra_keys, num_blocks)
         out = PyBytes_FromStringAndSize(NULL, num_blocks * width)
         row = <unsigned char*> PyBytes_AS_STRING(out)
         parent_row = <const unsigned char*> PyBytes_AS_STRING(parent)

@@ -20,7 +20,7 @@ cdef enum:
     MAX_HEADER_BYTES = 32  # all that is neither parent, token nor tail
     # Protocol, frame opcode and length; the frame counts what follows these.
     FRAME_HEADER_BYTES = 11
-    # From here on the pickler starts a new frame, so one frame is no longer right.
+    # From here on the pickler may start a new frame, and one frame is no longer right.
     FRAME_BYTES_LIMIT = 65536
 
 

@@ -39,6 +39,13 @@ cdef struct Memo:
     int num_entries
 
 
+cdef inline int check_num_keys(object extra_keys, Py_ssize_t num_blocks) except -1:
+    """Refuse a sequence of extra keys with another number of entries than blocks."""
+    if extra_keys is None or callable(extra_keys) or len(extra_keys) == num_blocks:
+        return 0
+    raise ValueError(f"extra_keys has {len(extra_keys)} entries for {num_blocks} blocks")
+
+
 cdef struct Text:
     const char* data  # NULL: not a string or bytes that we write
     Py_ssize_t num_bytes
