@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+import textwrap
 
 import numpy as np
 import pytest
@@ -350,16 +351,19 @@ def test_a_hasher_survives_pickling(algorithm):
     assert (twin.root, twin.hash_block_size, twin.algorithm) == (hasher.root, 8, algorithm)
 
 
-def root_in_new_process(algorithm, seed):
+def run_in_new_process(code, seed=None):
     env = {k: v for k, v in os.environ.items() if k != "PYTHONHASHSEED"}
     if seed is not None:
         env["PYTHONHASHSEED"] = seed
-    code = f"from cpool.hashing import default_root as r; print(r({algorithm!r}).hex())"
-    paths = os.pathsep.join(filter(None, sys.path))
-    env["PYTHONPATH"] = paths
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     return subprocess.run(
         [sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True
     ).stdout.strip()
+
+
+def root_in_new_process(algorithm, seed):
+    code = f"from cpool.hashing import default_root as r; print(r({algorithm!r}).hex())"
+    return run_in_new_process(code, seed)
 
 
 def test_the_root_is_secret_for_xxhash_alone_unless_a_seed_is_set(algorithm):
@@ -371,3 +375,56 @@ def test_the_root_is_secret_for_xxhash_alone_unless_a_seed_is_set(algorithm):
 
 def test_two_hashers_of_a_process_share_their_root(algorithm):
     assert BlockHasher(4, algorithm).root == BlockHasher(8, algorithm).root
+
+
+def run_without(module, code):
+    """Run code in a process in which `module` cannot be imported."""
+    hide = f"""
+import sys
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Hidden())
+"""
+    return run_in_new_process(hide + textwrap.dedent(code)).splitlines()
+
+
+def test_cbor_of_the_usual_kinds_needs_no_cbor2():
+    code = """
+        from cpool.hashing import hash_tokens
+        keys = [(("mm", "x", -3),), None]
+        print(hash_tokens(range(8), 4, "sha256_cbor", extra_keys=keys)[-1].hex())
+        try:
+            hash_tokens([2**70] * 4, 4, "sha256_cbor")
+        except ModuleNotFoundError as error:
+            print(error)
+    """
+    keys = [(("mm", "x", -3),), None]
+    expected = reference(range(8), 4, "sha256_cbor", default_root("sha256_cbor"), keys)
+    last_hash, message = run_without("cbor2", code)
+    assert last_hash == expected[-1].hex()
+    assert "cpool[cbor]" in message
+
+
+def test_xxhash_is_asked_for_by_name_when_it_is_missing():
+    code = """
+        from cpool.hashing import hash_tokens
+        hash_tokens(range(8), 4)
+        try:
+            hash_tokens(range(8), 4, "xxhash")
+        except ModuleNotFoundError as error:
+            print(error)
+    """
+    (message,) = run_without("xxhash", code)
+    assert "cpool[xxhash]" in message
+
+
+def test_without_openssl_in_reach_hashlib_takes_over():
+    code = """
+        from cpool.hashing import BlockHasher
+        hasher = BlockHasher(4)
+        print(hasher.digest_source, hasher.new_hashes(range(8), [])[-1].hex())
+    """
+    expected = reference(range(8), 4, "sha256", default_root("sha256"))
+    assert run_without("_hashlib", code) == [f"hashlib {expected[-1].hex()}"]
