@@ -404,7 +404,7 @@ def test_cbor_of_the_usual_kinds_needs_no_cbor2():
     expected = reference(range(8), 4, "sha256_cbor", default_root("sha256_cbor"), keys)
     last_hash, message = run_without("cbor2", code)
     assert last_hash == expected[-1].hex()
-    assert "cpool[cbor]" in message
+    assert "cpool[hashing]" in message
 
 
 def test_xxhash_is_asked_for_by_name_when_it_is_missing():
@@ -417,7 +417,7 @@ def test_xxhash_is_asked_for_by_name_when_it_is_missing():
             print(error)
     """
     (message,) = run_without("xxhash", code)
-    assert "cpool[xxhash]" in message
+    assert "cpool[hashing]" in message
 
 
 def test_without_openssl_in_reach_hashlib_takes_over():

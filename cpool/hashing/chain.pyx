@@ -83,7 +83,7 @@ cdef int load_xxhash() except -1:
         from xxhash import _xxhash
     except ImportError as error:
         raise ModuleNotFoundError(
-            "the xxhash algorithms need the xxhash package: pip install 'cpool[xxhash]'"
+            "the xxhash algorithms need the xxhash package: pip install 'cpool[hashing]'"
         ) from error
     name = shared_object(_xxhash)
     if name is not None:
@@ -107,7 +107,7 @@ cdef bytes serialize(object value, bint is_cbor):
     except ImportError as error:
         raise ModuleNotFoundError(
             "extra keys and odd tokens need the cbor2 package for a *_cbor algorithm: "
-            "pip install 'cpool[cbor]'"
+            "pip install 'cpool[hashing]'"
         ) from error
     return cbor2.dumps(value, canonical=True)
 
