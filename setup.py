@@ -33,6 +33,7 @@ if asan:
 
 EXTENSIONS = [
     "cpool.core.pool",
+    "cpool.prefix.cache",
 ]
 
 directives = {
