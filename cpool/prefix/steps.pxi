@@ -85,8 +85,8 @@ cdef inline size_t num_unheld(const Core* core, const block_id_t* ids, size_t co
     cdef size_t i, found = 0
     for i in range(count):
         if i + AHEAD < count:
-            prefetch(&core.blocks.ref_cnt[ids[i + AHEAD]])
-        found += ids[i] != 0 and core.blocks.ref_cnt[ids[i]] == 0
+            prefetch(&core.blocks.states[ids[i + AHEAD]].ref_cnt)
+        found += ids[i] != 0 and core.blocks.states[ids[i]].ref_cnt == 0
     return found
 
 
@@ -246,7 +246,7 @@ cdef Request admit(
             # The shared tail keeps its holder until the copy ran; the copy has two.
             row.num_cached = row.count - 1
             cache.copies.push(g, row.ids[row.count - 1], fresh.ids[placed])
-            core.blocks.ref_cnt[fresh.ids[placed]] += 1
+            core.blocks.states[fresh.ids[placed]].ref_cnt += 1
             row.ids[row.count - 1] = fresh.ids[placed]
             placed += 1
         placed += put_new(row, &cache.kinds[g], need, num_tokens, fresh.ids + placed)
@@ -283,7 +283,7 @@ cdef int save_state(
     cdef block_id_t source = row.ids[row.tail]
     cache.pool.move_run(source, target)
     cache.copies.push(g, source, target)
-    cache.pool.core.blocks.ref_cnt[source] += 1
+    cache.pool.core.blocks.states[source].ref_cnt += 1
     if registry.has_primary(&cache.pool.core, target):
         cache.new_states[g].add(cache.pool.primary_key(target))
     row.tail = -1

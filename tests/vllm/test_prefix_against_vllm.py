@@ -77,6 +77,11 @@ MODELS = {
 }
 
 
+MAX_PROMPT = 60
+MAX_OUTPUT = 14
+MAX_CHUNK = 40
+
+
 def spec_of(group):
     attention = {"num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
     if isinstance(group, FullAttention):
@@ -144,14 +149,15 @@ class Twins:
         self.num_hit_tokens = 0
         self.num_copies = 0
         self.num_refused = 0
+        self.num_preempted = 0
 
     def new_request(self, number):
-        length = self.random.randint(1, 60)
         prompt = []
-        if self.prompts and self.random.random() < 0.8:
-            old = self.random.choice(self.prompts)
-            prompt = old[: self.random.randint(0, len(old))]
-        prompt = prompt + [self.random.randint(0, 3) for _ in range(length // 2)] or [7]
+        if self.prompts and self.random.random() < 0.85:
+            old = self.random.choice(self.prompts[-8:])
+            prompt = old[: self.random.choice((len(old), self.random.randint(0, len(old))))]
+        added = self.random.randint(0, min(30, MAX_PROMPT - len(prompt)))
+        prompt = prompt + [self.random.randint(0, 3) for _ in range(added)] or [7]
         self.prompts.append(prompt)
         params = SamplingParams(max_tokens=64)
         params.update_from_generation_config({}, eos_token_id=100)
@@ -165,7 +171,7 @@ class Twins:
 
     def num_new_tokens(self, request, start, boundary=0):
         """A random chunk, cut where states need it: by both, with the same result."""
-        end = min(request.num_tokens, start + self.random.randint(1, 40))
+        end = min(request.num_tokens, start + self.random.randint(1, MAX_CHUNK))
         if not self.state_sizes:
             return end - start
         ours = self.cache.chunk_end(
@@ -271,6 +277,7 @@ class Twins:
             while not self.run(side):
                 victim = self.running.pop()
                 self.stop(victim, for_good=False)
+                self.num_preempted += 1
                 self.waiting.append(victim)
                 if victim is side:
                     break
@@ -278,10 +285,14 @@ class Twins:
             self.running.append(self.waiting.pop())
         self.run_copies()
         self.check_pools()
+        if self.random.random() < 0.1:
+            block_id = self.random.randrange(1, self.pool.num_gpu_blocks)
+            self.manager.evict_blocks({block_id})
+            self.pool.evict_ids([block_id])
         for side in list(self.running):
             if side.request.num_computed_tokens < side.request.num_tokens:
                 continue
-            if side.request.num_output_tokens > 12 or self.random.random() < 0.15:
+            if side.request.num_output_tokens >= MAX_OUTPUT or self.random.random() < 0.15:
                 self.running.remove(side)
                 self.stop(side, for_good=True)
             else:
@@ -289,16 +300,44 @@ class Twins:
         self.check_pools()
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("model", MODELS)
-def test_both_agree_on_every_step(model, seed):
+def blocks_of_one_request(group):
+    tokens = MAX_PROMPT + MAX_OUTPUT
+    if isinstance(group, Mamba):
+        return 4
+    if isinstance(group, SlidingWindow):
+        tokens = min(tokens, MAX_CHUNK + group.sliding_window)
+    if isinstance(group, ChunkedLocal):
+        tokens = min(tokens, MAX_CHUNK + group.attention_chunk_size)
+    return -(-tokens // group.block_size) + 1
+
+
+def drive(model, seed, num_steps):
     init_none_hash(sha256)
     unit, groups = MODELS[model]
-    num_blocks = 24 * len(groups) * 2 + seed * 20
+    # Room for one to four of the longest requests.
+    num_blocks = 1 + int(sum(map(blocks_of_one_request, groups)) * (1 + seed % 4))
     twins = Twins(groups, unit, num_blocks, f"{model} {seed}")
-    for number in range(60):
-        twins.waiting.insert(0, Side(twins.new_request(number)))
+    for number in range(num_steps):
+        if len(twins.waiting) < 6:
+            twins.waiting.insert(0, Side(twins.new_request(number)))
         twins.step()
-    assert twins.num_hit_tokens > 0
-    if twins.cache.layout.match == "fine":
-        assert twins.num_copies > 0
+    return twins
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_both_agree_on_every_step(model):
+    reached = [drive(model, seed, num_steps=100) for seed in range(4)]
+    assert sum(twins.num_hit_tokens for twins in reached) > 300
+    assert sum(twins.num_refused for twins in reached) > 0
+    assert sum(twins.pool.num_evicted_blocks for twins in reached) > 0
+    if not any(isinstance(g, ChunkedLocal) for g in reached[0].groups):
+        assert sum(twins.num_preempted for twins in reached) > 0
+    if reached[0].cache.layout.match == "fine":
+        assert sum(twins.num_copies for twins in reached) > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_both_agree_over_many_seeds(model):
+    for seed in range(4, 60):
+        drive(model, seed, num_steps=150)
