@@ -28,7 +28,7 @@ from cpython.buffer cimport (
     PyObject_CheckBuffer, PyObject_GetBuffer,
 )
 from cpython.mem cimport PyMem_Calloc, PyMem_Free, PyMem_Malloc
-from libc.string cimport memcmp, memcpy
+from libc.string cimport memcmp, memcpy, memset
 
 import time
 
@@ -268,38 +268,45 @@ cdef class PrefixCache:
             limit = min(read_tokens(max_tokens, "max_tokens", 0, MAX_NUM_TOKENS), covered + unit - 1)
         return self.find(hashes, array, limit)
 
-    cdef PrefixMatch find(self, object hashes, object array, uint64_t max_tokens):
+    cdef PrefixMatch prepare(
+        self, Query* query, object hashes, object array, uint64_t max_tokens
+    ):
+        # An empty match with room for what `query` will find.
         cdef PrefixMatch match = PrefixMatch.__new__(PrefixMatch)
-        cdef Query query
-        cdef Py_buffer view
         cdef uint32_t g, width = <uint32_t>array.shape[1]
-        cdef size_t room_for = 0
-        query.num_rows = len(array)
+        cdef size_t placed = 0
+        match.cache = self
+        match.hashes = hashes
+        match.max_tokens = max_tokens
+        match.num_hashes = len(array)
+        match.hits = <Hit*>room(self.num_sets, sizeof(Hit))
+        match.rows = <block_id_t**>room(self.num_groups, sizeof(block_id_t*))
+        for g in range(self.num_groups):
+            placed += rows.blocks_for(max_tokens, self.kinds[g].block_size) + 2
+        match.storage = <block_id_t*>PyMem_Malloc(placed * sizeof(block_id_t))
+        if match.storage == NULL:
+            raise MemoryError(f"cannot allocate room for {placed} block ids")
+        placed = 0
+        for g in range(self.num_groups):
+            self.spaces[g] = registry.find_space(&self.pool.core, g, width)
+            match.rows[g] = match.storage + placed
+            placed += rows.blocks_for(max_tokens, self.kinds[g].block_size) + 2
         query.core = &self.pool.core
+        query.num_rows = match.num_hashes
+        query.row_bytes = array.strides[0] if match.num_hashes > 1 else width
         query.unit = self.pool.hash_block_size
         query.match_unit = self.match_unit_tokens
         query.spaces = self.spaces
         query.tail = self.tail
-        match.cache = self
-        match.hashes = hashes
-        match.max_tokens = max_tokens
-        match.num_hashes = query.num_rows
-        match.hits = <Hit*>room(self.num_sets, sizeof(Hit))
-        match.rows = <block_id_t**>room(self.num_groups, sizeof(block_id_t*))
-        for g in range(self.num_groups):
-            self.spaces[g] = registry.find_space(query.core, g, width)
-            room_for += rows.blocks_for(max_tokens, self.kinds[g].block_size) + 2
-        match.storage = <block_id_t*>PyMem_Malloc(room_for * sizeof(block_id_t))
-        if match.storage == NULL:
-            raise MemoryError(f"cannot allocate room for {room_for} block ids")
-        room_for = 0
-        for g in range(self.num_groups):
-            match.rows[g] = match.storage + room_for
-            room_for += rows.blocks_for(max_tokens, self.kinds[g].block_size) + 2
         query.found = match.rows
+        return match
+
+    cdef PrefixMatch find(self, object hashes, object array, uint64_t max_tokens):
+        cdef Query query
+        cdef Py_buffer view
+        cdef PrefixMatch match = self.prepare(&query, hashes, array, max_tokens)
         PyObject_GetBuffer(array, &view, PyBUF_STRIDED_RO)
         query.rows = <const uint8_t*>view.buf
-        query.row_bytes = view.strides[0] if query.num_rows > 1 else width
         if self.is_single:
             lookup.match_set(&query, self.sets, max_tokens, self.sets[0].eagle, match.hits)
             match.num_tokens = match.hits[0].num_tokens
@@ -311,6 +318,44 @@ cdef class PrefixCache:
         PyBuffer_Release(&view)
         match.snapshot = self.take_snapshot()
         return match
+
+    def reach(self, hashes, kv_cache_group_id, max_tokens, *, drop=True):
+        """Tokens of the longest prefix that one group has by itself.
+
+        Args:
+            hashes: As for `lookup`.
+            kv_cache_group_id: The group.
+            max_tokens: Tokens that the hit may cover.
+            drop: Whether a group with a drafter gives its last unit back, as in a lookup.
+        """
+        cdef GroupSet alone
+        cdef Hit hit
+        cdef Query query
+        cdef Py_buffer view
+        cdef object array = rows_of(hashes, self.pool.hash_width)
+        cdef uint64_t limit
+        cdef uint32_t g = read_tokens(
+            kv_cache_group_id, "kv_cache_group_id", 0, self.num_groups - 1
+        )
+        cdef PrefixMatch scratch = self.prepare(&query, hashes, array, read_tokens(
+            max_tokens, "max_tokens", 0, <uint64_t>len(array) * self.pool.hash_block_size
+            + self.pool.hash_block_size - 1
+        ))
+        alone = self.sets[self.set_of[g]]
+        alone.num_members = 1
+        alone.members = &g
+        limit = scratch.max_tokens
+        if alone.eagle and alone.kind != MAMBA and not self.is_single:
+            limit = min(
+                limit + lookup.eagle_margin(&query, &alone),
+                <uint64_t>query.num_rows * query.unit,
+            )
+        memset(&hit, 0, sizeof(Hit))
+        PyObject_GetBuffer(array, &view, PyBUF_STRIDED_RO)
+        query.rows = <const uint8_t*>view.buf
+        lookup.match_set(&query, &alone, limit, alone.eagle and drop, &hit)
+        PyBuffer_Release(&view)
+        return hit.num_tokens
 
     # The life of a request ----------------------------------------------------------------
 
@@ -541,6 +586,10 @@ cdef class PrefixCache:
             <uint32_t>(self.history.number - eviction.number),
             <uint32_t>(<uint32_t>seconds() - eviction.second),
         )
+
+    def digests(self, hashes):
+        """Hashes in any form as an (n, width) uint8 array."""
+        return rows_of(hashes, self.pool.hash_width)
 
     @property
     def num_evictions(self):

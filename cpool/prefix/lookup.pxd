@@ -43,8 +43,6 @@ cdef struct Hit:            # of one set
     uint64_t num_tokens
     size_t num_blocks
     bint known              # looked up at least once
-    uint64_t asked          # tokens that the first look-up was allowed
-    uint64_t reached        # tokens that it found
 
 
 cdef struct Query:
@@ -282,9 +280,6 @@ cdef inline void match_set(
         match_chunked_local(query, set, max_tokens, hit)
     else:
         match_mamba(query, set, max_tokens, hit)
-    if not hit.known:
-        hit.asked = max_tokens
-        hit.reached = hit.num_tokens
     hit.known = True
 
 

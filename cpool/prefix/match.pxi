@@ -80,14 +80,6 @@ cdef class PrefixMatch:
         """Why the match is not longer: an `Explanation`, from the pool as it is now."""
         return explain(self)
 
-    def reach_of(self, size_t set_index):
-        """(tokens allowed, tokens found) when that set of groups was looked up first."""
-        if set_index >= self.cache.num_sets:
-            raise IndexError(f"set {set_index} of {self.cache.num_sets}")
-        if not self.hits[set_index].known:
-            return 0, 0
-        return self.hits[set_index].asked, self.hits[set_index].reached
-
     cdef bint same_blocks(self, PrefixMatch other) noexcept:
         cdef uint32_t g
         if self.num_tokens != other.num_tokens:

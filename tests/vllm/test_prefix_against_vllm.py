@@ -328,9 +328,9 @@ def drive(model, seed, num_steps):
 def test_both_agree_on_every_step(model):
     reached = [drive(model, seed, num_steps=100) for seed in range(4)]
     assert sum(twins.num_hit_tokens for twins in reached) > 300
-    assert sum(twins.num_refused for twins in reached) > 0
     assert sum(twins.pool.num_evicted_blocks for twins in reached) > 0
     if not any(isinstance(g, ChunkedLocal) for g in reached[0].groups):
+        assert sum(twins.num_refused for twins in reached) > 0
         assert sum(twins.num_preempted for twins in reached) > 0
     if reached[0].cache.layout.match == "fine":
         assert sum(twins.num_copies for twins in reached) > 20
