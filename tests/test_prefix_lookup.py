@@ -8,6 +8,7 @@ import pytest
 
 from cpool import BlockPool, hash_tokens
 from cpool.prefix import ChunkedLocal, FullAttention, Mamba, PrefixCache, SlidingWindow
+from cpool.prefix.groups import why_coarse
 
 UNIT = 4
 
@@ -90,15 +91,12 @@ MODELS = {
 @pytest.mark.parametrize("model", MODELS)
 def test_a_hit_is_the_longest_prefix_that_all_groups_can_serve(model, match):
     groups = MODELS[model]
+    if match == "fine" and why_coarse(groups, UNIT):
+        pytest.skip("these groups match whole blocks only")
     rng = random.Random(f"{model} {match}")
     lengths = set()
     for _ in range(60):
-        try:
-            world = Resident(rng.randint(1, 130), groups, match)
-        except ValueError as error:
-            assert match == "fine"
-            assert "cannot match fine" in str(error)
-            return
+        world = Resident(rng.randint(1, 130), groups, match)
         density = rng.choice((0.3, 0.8, 0.97))
         for g, group in enumerate(groups):
             for end in range(UNIT, len(world.tokens) + 1, UNIT):

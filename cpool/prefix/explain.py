@@ -143,10 +143,9 @@ class _Resident:
 
     def highest(self, low: int, high: int) -> int | None:
         """The highest boundary in (low, high] tokens that is there."""
-        found = np.flatnonzero(self.flags[low // self.unit : high // self.unit])
-        return None if not len(found) else low // self.unit * self.unit + self.unit * (
-            int(found[-1]) + 1
-        )
+        first = low // self.unit
+        found = np.flatnonzero(self.flags[first : high // self.unit])
+        return (first + int(found[-1]) + 1) * self.unit if len(found) else None
 
     def eviction(self, boundaries) -> tuple[int, int, int] | None:
         """(boundary, evictions since, seconds since) of the latest among those not there."""
@@ -178,12 +177,8 @@ def explain(match) -> Explanation:
     for g, group in enumerate(groups):
         if not isinstance(group, FullAttention):
             reach[g] = cache.reach(match.hashes, g, bound)
-    reports = tuple(
-        _report(match, g, group, reach[g], bound) for g, group in enumerate(groups)
-    )
-    return Explanation(
-        match.num_tokens, limit, cache.match_unit, min_prompt_tokens(cache), reports
-    )
+    reports = tuple(_report(match, g, group, reach[g], bound) for g, group in enumerate(groups))
+    return Explanation(match.num_tokens, limit, cache.match_unit, min_prompt_tokens(cache), reports)
 
 
 def _report(match, g: int, group, reach: int, bound: int) -> GroupReport:
