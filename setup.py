@@ -35,6 +35,7 @@ EXTENSIONS = [
     "cpool.core.pool",
     "cpool.hashing.chain",
     "cpool.hashing.block_hashes",
+    "cpool.prefix.cache",
 ]
 
 directives = {
