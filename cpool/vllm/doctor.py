@@ -12,7 +12,6 @@ import platform
 import sys
 from collections.abc import Sequence
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Any
 
 from cpool.vllm import contract, installation
@@ -25,12 +24,7 @@ NUM_BLOCKS = 64
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns 0 if vLLM runs on cpool, and 1 otherwise."""
     parser = argparse.ArgumentParser(prog="cpool doctor", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--pid", type=int, help="look at a running process instead: has it loaded cpool's core?"
-    )
-    options = parser.parse_args(arguments)
-    if options.pid is not None:
-        return 0 if show(inspect_other_process(options.pid)) else 1
+    parser.parse_args(arguments)
     try:
         import vllm  # noqa: F401
     except ImportError as error:
@@ -166,16 +160,6 @@ def bindings_of(objects: Sequence[object]) -> list[str]:
         for name, value in list(getattr(module, "__dict__", {}).items())
         if id(value) in wanted and name not in installation.KEEP.get(module_name, ())
     )
-
-
-def inspect_other_process(pid: int) -> dict[str, Any]:
-    """Says which files of cpool a running process has mapped; needs Linux and its owner's rights.
-
-    The core is imported when vLLM's pool is, so an EngineCore without it runs on stock.
-    """
-    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    cores = {line.split(maxsplit=5)[-1] for line in lines if "/cpool/core/pool." in line}
-    return {"process": pid, "on cpool": bool(cores), "core": ", ".join(cores) or "not loaded"}
 
 
 if __name__ == "__main__":
