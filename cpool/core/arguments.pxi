@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+# Reading arguments: block ids and hashes, in whatever form callers hold them.
+
+cdef class IdBatch:
+    """Block ids as uint32, checked against the pool's size."""
+    cdef Py_buffer view
+    cdef bint has_view
+    cdef object kept
+    cdef const block_id_t* ids
+    cdef size_t count
+
+    def __cinit__(self):
+        self.has_view = False
+
+    def __dealloc__(self):
+        if self.has_view:
+            PyBuffer_Release(&self.view)
+
+
+cdef class IdBuffer:
+    """Room for block ids."""
+
+    def __dealloc__(self):
+        PyMem_Free(self.ids)
+
+
+cdef IdBuffer make_buffer(size_t count):
+    cdef IdBuffer buffer = IdBuffer.__new__(IdBuffer)
+    buffer.ids = <block_id_t*>PyMem_Malloc((count + 1) * sizeof(block_id_t))
+    if buffer.ids == NULL:
+        raise MemoryError(f"cannot allocate room for {count} block ids")
+    buffer.count = count
+    return buffer
+
+
+cdef class TokenBuffer:
+    """Room for token counts."""
+    cdef uint64_t* values
+
+    def __cinit__(self, size_t count):
+        self.values = <uint64_t*>PyMem_Malloc((count + 1) * sizeof(uint64_t))
+        if self.values == NULL:
+            raise MemoryError(f"cannot allocate room for {count} token counts")
+
+    def __dealloc__(self):
+        PyMem_Free(self.values)
+
+
+cdef IdBatch read_ids(object ids, uint32_t num_blocks):
+    cdef IdBatch batch = IdBatch.__new__(IdBatch)
+    cdef size_t i
+    if not PyObject_CheckBuffer(ids):
+        ids = ids_as_array(ids)
+    PyObject_GetBuffer(ids, &batch.view, PyBUF_STRIDED_RO | PyBUF_FORMAT)
+    batch.has_view = True
+    if batch.view.ndim != 1:
+        raise TypeError(f"block ids must be one-dimensional, not {batch.view.ndim}-dimensional")
+    if not (
+        batch.view.itemsize == 4
+        and batch.view.format != NULL
+        and batch.view.format[0] in (b"I", b"L")
+        and batch.view.format[1] == 0
+        and (batch.view.strides == NULL or batch.view.strides[0] == 4)
+    ):
+        batch.kept = ids_as_uint32(ids, num_blocks)
+        PyBuffer_Release(&batch.view)
+        batch.has_view = False
+        PyObject_GetBuffer(batch.kept, &batch.view, PyBUF_STRIDED_RO | PyBUF_FORMAT)
+        batch.has_view = True
+    batch.ids = <const block_id_t*>batch.view.buf
+    batch.count = batch.view.len // 4
+    for i in range(batch.count):
+        if batch.ids[i] >= num_blocks:
+            raise BlockIdError(
+                f"block id {batch.ids[i]} at position {i} is out of range: "
+                f"the pool has {num_blocks} blocks"
+            )
+    return batch
+
+
+cdef object ids_as_array(object ids):
+    if isinstance(ids, (str, dict)):
+        raise TypeError(f"block ids must be integers, not {type(ids).__name__}")
+    if not isinstance(ids, (list, tuple)):
+        ids = list(ids)
+    for i, id in enumerate(ids):
+        if isinstance(id, bool) or not isinstance(id, (int, np.integer)):
+            raise TypeError(
+                f"block ids must be integers: {id!r} at position {i} is a {type(id).__name__}"
+            )
+        if not -(1 << 63) <= id < 1 << 63:
+            raise BlockIdError(f"block id {id} at position {i} is out of range")
+    return np.array(ids, dtype=np.int64)
+
+
+cdef object ids_as_uint32(object ids, uint32_t num_blocks):
+    values = np.asarray(ids)
+    if values.dtype.kind not in "iu":
+        raise TypeError(f"block ids must be integers, not {values.dtype}")
+    bad = (values < 0) | (values >= num_blocks)
+    if bad.any():
+        position = int(bad.argmax())
+        raise BlockIdError(
+            f"block id {values[position]} at position {position} is out of range: "
+            f"the pool has {num_blocks} blocks"
+        )
+    return np.ascontiguousarray(values, dtype=np.uint32)
+
+
+cdef class HashBatch:
+    """Digests of one width; row i starts at ``rows + i * row_bytes``."""
+
+    def __cinit__(self):
+        self.has_view = False
+
+    def __dealloc__(self):
+        if self.has_view:
+            PyBuffer_Release(&self.view)
+
+    cdef bytes row(self, size_t i):
+        return PyBytes_FromStringAndSize(
+            <const char*>(self.rows + i * self.row_bytes), self.width
+        )
+
+
+cdef int check_width(object width) except -1:
+    if not 1 <= width <= MAX_HASH_BYTES:
+        raise ValueError(f"a hash must have 1 to {MAX_HASH_BYTES} bytes, not {width}")
+    return 0
+
+
+cdef object hashes_as_rows(object hashes):
+    # A sequence of equally long bytes as (n, width) uint8.
+    if isinstance(hashes, (str, dict)):
+        raise TypeError(f"hashes must be bytes, not {type(hashes).__name__}")
+    rows = hashes if type(hashes) is list else list(hashes)
+    if not rows:
+        return np.empty((0, 1), dtype=np.uint8)
+    for i, row in enumerate(rows):
+        if not isinstance(row, bytes):
+            raise TypeError(
+                f"hashes must be bytes: position {i} holds a {type(row).__name__}"
+            )
+        if len(row) != len(rows[0]):
+            raise ValueError(
+                f"hash at position {i} has {len(row)} bytes, the first one {len(rows[0])}"
+            )
+    check_width(len(rows[0]))
+    return np.frombuffer(b"".join(rows), dtype=np.uint8).reshape(len(rows), len(rows[0]))
+
+
+cdef HashBatch read_hashes(object hashes, Py_ssize_t expected, uint32_t known_width):
+    # `expected` rows, or -1 for any number. A flat buffer is cut into rows by the number
+    # expected, else by `known_width` (of the pool's keys), else by 32.
+    cdef HashBatch batch = HashBatch.__new__(HashBatch)
+    cdef Py_ssize_t length
+    if not PyObject_CheckBuffer(hashes):
+        hashes = hashes_as_rows(hashes)
+    batch.kept = hashes
+    PyObject_GetBuffer(hashes, &batch.view, PyBUF_STRIDED_RO | PyBUF_FORMAT)
+    batch.has_view = True
+    if batch.view.itemsize != 1:
+        raise TypeError(
+            f"hashes must be uint8, not elements of {batch.view.itemsize} bytes"
+        )
+    if batch.view.ndim == 2:
+        batch.count = batch.view.shape[0]
+        batch.row_bytes = batch.view.strides[0] if batch.count > 1 else batch.view.shape[1]
+        if batch.count == 0:
+            batch.width = known_width if known_width else 32
+        else:
+            check_width(batch.view.shape[1])
+            batch.width = <uint32_t>batch.view.shape[1]
+            if batch.view.strides[1] != 1 and batch.width > 1 or batch.view.strides[0] < 0:
+                return read_hashes(np.ascontiguousarray(hashes), expected, known_width)
+    elif batch.view.ndim == 1:
+        length = batch.view.len
+        if batch.view.strides != NULL and length > 1 and batch.view.strides[0] != 1:
+            return read_hashes(np.ascontiguousarray(hashes), expected, known_width)
+        if expected > 0 and length:
+            if length % expected:
+                raise ValueError(f"{length} bytes of hashes do not split into {expected} rows")
+            check_width(length // expected)
+            batch.width = <uint32_t>(length // expected)
+        else:
+            batch.width = known_width if known_width else 32
+            if length % batch.width:
+                raise ValueError(
+                    f"{length} bytes of hashes are no multiple of the width {batch.width}"
+                )
+        batch.row_bytes = batch.width
+        batch.count = length // batch.width
+    else:
+        raise TypeError(f"hashes must have one or two dimensions, not {batch.view.ndim}")
+    if expected >= 0 and <Py_ssize_t>batch.count != expected:
+        raise ValueError(f"{batch.count} hashes for {expected} blocks")
+    batch.rows = <const uint8_t*>batch.view.buf
+    return batch
+
+
+cdef int64_t read_count(object value, object what, int64_t low, int64_t high) except -1:
+    # An integer in [low, high], or an error that names it.
+    if isinstance(value, (bool, float)) or not hasattr(value, "__index__"):
+        raise TypeError(f"{what} must be an integer, not {type(value).__name__}")
+    number = value.__index__()
+    if not low <= number <= high:
+        raise ContractError(f"{what} is {number}; it must be from {low} to {high}")
+    return number
+
+
+cdef uint32_t read_group(object group) except? 0xFFFFFFFF:
+    if type(group) is int and 0 <= group <= 0xFFFFFFFF:
+        return group
+    return <uint32_t>read_count(group, "kv_cache_group_id", 0, 0xFFFFFFFF)
+
+
+cdef int read_key(object key, const uint8_t** digest, uint32_t* group) except -1:
+    # A block hash with its group: digest, then four bytes big-endian. Returns the width.
+    cdef const uint8_t* data
+    cdef Py_ssize_t length
+    if not isinstance(key, bytes):
+        raise TypeError(f"a block hash must be bytes, not {type(key).__name__}")
+    length = PyBytes_GET_SIZE(key)
+    check_width(length - 4)
+    data = <const uint8_t*>PyBytes_AS_STRING(key)
+    digest[0] = data
+    data += length - 4
+    group[0] = (
+        (<uint32_t>data[0] << 24) | (<uint32_t>data[1] << 16)
+        | (<uint32_t>data[2] << 8) | data[3]
+    )
+    return <int>(length - 4)
+
+
+cdef bytes make_key(const uint8_t* digest, uint32_t width, uint32_t group):
+    cdef bytes key = PyBytes_FromStringAndSize(NULL, width + 4)
+    cdef uint8_t* data = <uint8_t*>PyBytes_AS_STRING(key)
+    memcpy(data, digest, width)
+    data[width] = group >> 24
+    data[width + 1] = (group >> 16) & 0xFF
+    data[width + 2] = (group >> 8) & 0xFF
+    data[width + 3] = group & 0xFF
+    return key

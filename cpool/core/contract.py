@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors and records of the pool's contract."""
+
+from typing import NamedTuple
+
+
+class ContractError(ValueError, AssertionError):
+    """A call broke the pool's contract; nothing was changed.
+
+    It is both a ValueError, as callers expect, and an AssertionError, which is what vLLM's
+    pool raises at the same places.
+    """
+
+
+class BlockIdError(ContractError, IndexError):
+    """A block id is out of range; nothing was changed."""
+
+
+class Registration(NamedTuple):
+    """One key under which a block can be found.
+
+    Attributes:
+        block_hash: The digest, as bytes.
+        kv_cache_group_id: The group that owns the key.
+        num_tokens: Prefix tokens that the key covers, None if it was registered without.
+        is_primary: Whether it is the block's own key (``block.block_hash``).
+    """
+
+    block_hash: bytes
+    kv_cache_group_id: int
+    num_tokens: int | None
+    is_primary: bool

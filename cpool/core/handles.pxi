@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+# Handles: what vLLM-named methods take and return instead of block objects.
+
+cdef class OwnState:
+    """What a block without a pool knows of itself."""
+    cdef public object ref_cnt
+    cdef public object block_hash
+    cdef public object num_tokens
+    cdef public object prev_free_block
+    cdef public object next_free_block
+    cdef public object is_null
+    cdef public object pool
+
+
+@cython.freelist(256)
+cdef class KVCacheBlock:
+    """One block of a pool: a view on its columns, or a block of its own.
+
+    A pool makes handles on demand, one object per id while anyone holds it, so ``is`` works.
+    A handle does not keep its pool alive; when the pool goes, it keeps the last values.
+    Constructed directly, it is a block of its own that holds whatever it is given.
+
+    Args:
+        block_id: Index in the pool; -1 for the ends of a free queue.
+        ref_cnt: Number of holders.
+        is_null: Whether it is a placeholder that is never cached.
+        pool: Reported as ``block.pool``; free_blocks() forwards such a block to that pool.
+    """
+
+    def __init__(
+        self,
+        block_id,
+        ref_cnt=0,
+        _block_hash=None,
+        _block_hash_num_tokens=None,
+        prev_free_block=None,
+        next_free_block=None,
+        is_null=False,
+        *,
+        pool=None,
+    ):
+        cdef OwnState own
+        if self.owner != NULL:
+            raise TypeError("a block of a pool cannot be initialised again")
+        own = OwnState.__new__(OwnState)
+        own.ref_cnt = ref_cnt
+        own.block_hash = _block_hash
+        own.num_tokens = _block_hash_num_tokens
+        own.prev_free_block = prev_free_block
+        own.next_free_block = next_free_block
+        own.is_null = is_null
+        own.pool = pool
+        self.own_block_id = block_id
+        self.own = own
+
+    def __cinit__(self):
+        self.owner = NULL
+
+    def __dealloc__(self):
+        cdef BlockPool pool
+        if self.owner != NULL:
+            pool = <BlockPool>self.owner
+            pool.handles[self.index] = NULL
+            pool.num_handles -= 1
+
+    cdef object state(self):
+        if self.own is None:
+            raise ContractError("KVCacheBlock was never initialised")
+        return self.own
+
+    cdef bint is_end(self) noexcept:
+        return self.index >= (<BlockPool>self.owner).core.blocks.num_blocks
+
+    @property
+    def block_id(self):
+        """Index in the pool; -1 for the ends of a free queue."""
+        if self.owner != NULL:
+            return -1 if self.is_end() else <object>self.index
+        return self.own_block_id
+
+    @property
+    def pool(self):
+        """The pool that the block belongs to, or None."""
+        if self.owner != NULL:
+            return <object>self.owner
+        return None if self.own is None else self.state().pool
+
+    @property
+    def is_null(self):
+        """Whether this is the pool's placeholder block."""
+        if self.owner != NULL:
+            return self.index == NULL_BLOCK
+        return self.state().is_null
+
+    @is_null.setter
+    def is_null(self, value):
+        if self.owner != NULL:
+            if bool(value) != (self.index == NULL_BLOCK):
+                raise ContractError(
+                    f"block {self.index} cannot become or stop being the null block: "
+                    "that is block 0 of each pool"
+                )
+            return
+        self.state().is_null = value
+
+    @property
+    def ref_cnt(self):
+        """Number of holders. Of the null block it means nothing and may be negative."""
+        if self.owner != NULL:
+            return 0 if self.is_end() else (<BlockPool>self.owner).core.blocks.ref_cnt[self.index]
+        return self.state().ref_cnt
+
+    @ref_cnt.setter
+    def ref_cnt(self, value):
+        if self.owner == NULL:
+            self.state().ref_cnt = value
+        elif self.is_end():
+            raise ContractError("the end of a free queue has no ref_cnt")
+        else:
+            low = -MAX_REF_CNT if self.index == NULL_BLOCK else 0
+            (<BlockPool>self.owner).core.blocks.ref_cnt[self.index] = <int32_t>read_count(
+                value, f"ref_cnt of block {self.index}", low, MAX_REF_CNT
+            )
+
+    @property
+    def block_hash(self):
+        """Primary key: digest and four bytes of group, or None. Not proof of a full block."""
+        if self.owner != NULL:
+            return None if self.is_end() else (<BlockPool>self.owner).primary_key(self.index)
+        return self.state().block_hash
+
+    @property
+    def _block_hash(self):
+        return self.block_hash
+
+    @_block_hash.setter
+    def _block_hash(self, value):
+        if self.owner != NULL:
+            (<BlockPool>self.owner).assign_primary(self.index, value, None)
+        else:
+            self.state().block_hash = value
+
+    @property
+    def block_hash_num_tokens(self):
+        """Prefix tokens that ``block_hash`` covers, or None."""
+        if self.owner != NULL:
+            return None if self.is_end() else (<BlockPool>self.owner).primary_tokens(self.index)
+        return self.state().num_tokens
+
+    @property
+    def _block_hash_num_tokens(self):
+        return self.block_hash_num_tokens
+
+    @_block_hash_num_tokens.setter
+    def _block_hash_num_tokens(self, value):
+        if self.owner != NULL:
+            (<BlockPool>self.owner).assign_primary_tokens(self.index, value)
+        else:
+            self.state().num_tokens = value
+
+    def set_block_hash(self, block_hash, num_tokens=None):
+        """Give the block a primary key without making it findable.
+
+        Raises:
+            ContractError: It has one already.
+        """
+        if self.block_hash is not None or self.block_hash_num_tokens is not None:
+            raise ContractError("The block already has a hash. This should not happen.")
+        if self.owner != NULL:
+            (<BlockPool>self.owner).assign_primary(self.index, block_hash, num_tokens)
+        else:
+            self.state().block_hash = block_hash
+            self.state().num_tokens = num_tokens
+
+    def reset_hash(self):
+        """Take the primary key away; in a pool the block is then not found under it."""
+        if self.owner != NULL:
+            (<BlockPool>self.owner).assign_primary(self.index, None, None)
+        else:
+            self.state().block_hash = None
+            self.state().num_tokens = None
+
+    @property
+    def prev_free_block(self):
+        """The block before this one in the free queue, or None outside of it."""
+        if self.owner != NULL:
+            return (<BlockPool>self.owner).neighbour(self.index, False)
+        return self.state().prev_free_block
+
+    @prev_free_block.setter
+    def prev_free_block(self, value):
+        self.refuse_links()
+        self.state().prev_free_block = value
+
+    @property
+    def next_free_block(self):
+        """The block behind this one in the free queue, or None outside of it."""
+        if self.owner != NULL:
+            return (<BlockPool>self.owner).neighbour(self.index, True)
+        return self.state().next_free_block
+
+    @next_free_block.setter
+    def next_free_block(self, value):
+        self.refuse_links()
+        self.state().next_free_block = value
+
+    cdef int refuse_links(self) except -1:
+        if self.owner != NULL:
+            raise ContractError(
+                f"the free queue's links at block {self.index} belong to its pool"
+            )
+        return 0
+
+    cdef int detach(self) except -1:
+        # The pool goes: the handle keeps the last values.
+        cdef OwnState own = OwnState.__new__(OwnState)
+        own.ref_cnt = self.ref_cnt
+        own.block_hash = self.block_hash
+        own.num_tokens = self.block_hash_num_tokens
+        own.is_null = self.is_null
+        self.own_block_id = self.block_id
+        self.own = own
+        self.owner = NULL
+        return 0
+
+    def __eq__(self, other):
+        cdef KVCacheBlock that
+        if self is other:
+            return True
+        if type(other) is not KVCacheBlock:
+            return NotImplemented
+        that = <KVCacheBlock>other
+        if self.owner != NULL or that.owner != NULL:
+            return False    # handles are one object per block
+        return (
+            self.block_id == that.block_id
+            and self.ref_cnt == that.ref_cnt
+            and self.block_hash == that.block_hash
+            and self.block_hash_num_tokens == that.block_hash_num_tokens
+            and self.is_null == that.is_null
+        )
+
+    def __hash__(self):
+        return hash(self.block_id)
+
+    def __bool__(self):
+        return True
+
+    def __repr__(self):
+        before, after = self.prev_free_block, self.next_free_block
+        return (
+            f"KVCacheBlock(block_id={self.block_id}, "
+            f"ref_cnt={self.ref_cnt}, "
+            f"_block_hash={self.block_hash!r}, "
+            f"_block_hash_num_tokens={self.block_hash_num_tokens}, "
+            f"prev_free_block={None if before is None else before.block_id}, "
+            f"next_free_block={None if after is None else after.block_id})"
+        )
+
+
+cdef class BlockList:
+    """The pool's blocks as a sequence of handles."""
+    cdef BlockPool pool
+
+    def __len__(self):
+        return self.pool.core.blocks.num_blocks
+
+    def __getitem__(self, index):
+        cdef Py_ssize_t count = self.pool.core.blocks.num_blocks
+        if isinstance(index, slice):
+            return [self.pool.handle(i) for i in range(*index.indices(count))]
+        position = index.__index__()
+        if position < 0:
+            position += count
+        if not 0 <= position < count:
+            raise BlockIdError(f"block id {index} is out of range: the pool has {count} blocks")
+        return self.pool.handle(position)
+
+    def __iter__(self):
+        cdef uint32_t i
+        for i in range(self.pool.core.blocks.num_blocks):
+            yield self.pool.handle(i)
+
+    def __contains__(self, block):
+        return isinstance(block, KVCacheBlock) and block.pool is self.pool and block.block_id >= 0
+
+    def __repr__(self):
+        return f"<{len(self)} blocks of {self.pool!r}>"

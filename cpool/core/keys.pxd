@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+# Keys: a digest in a key space.
+#
+# A key is (digest, group). Its group and the digest's width are interned as a *space*, so a
+# registration pays two bytes for them. Space 0 means "no key".
+#
+# The table's own hash is NH (Black et al., UMAC, CRYPTO '99) over the digest's 64-bit words
+# with random words drawn per pool, folded to 32 bits. Digests can be chosen by whoever writes
+# the prompt when they are xxhash; without the random words he cannot choose where they land.
+from cpool.core.types cimport hash_t, space_t, uint8_t, uint32_t, uint64_t
+from libc.string cimport memcpy
+
+cdef extern from * nogil:
+    """
+    #include <stdint.h>
+    #include <string.h>
+
+    #define CPOOL_MAX_SEED_WORDS 36
+
+    static inline uint64_t cpool_word(const uint8_t *bytes) {
+        uint64_t word;
+        memcpy(&word, bytes, 8);
+        return word;
+    }
+
+    static inline uint32_t cpool_fold(unsigned __int128 sum, const uint64_t *seed) {
+        uint64_t x = (uint64_t)sum ^ ((uint64_t)(sum >> 64) * (seed[0] | 1));
+        x ^= x >> 32;
+        x *= seed[1] | 1;
+        return (uint32_t)(x >> 32);
+    }
+
+    /* `salt` stands for the space; seed holds CPOOL_MAX_SEED_WORDS random words. */
+    static inline uint32_t cpool_hash_key(const uint8_t *digest, uint32_t width,
+                                          uint64_t salt, const uint64_t *seed) {
+        const uint64_t *k = seed + 2;
+        unsigned __int128 sum = salt;
+        if (width == 32) {
+            sum += (unsigned __int128)(cpool_word(digest) + k[0]) * (cpool_word(digest + 8) + k[1]);
+            sum += (unsigned __int128)(cpool_word(digest + 16) + k[2]) * (cpool_word(digest + 24) + k[3]);
+        } else if (width == 16) {
+            sum += (unsigned __int128)(cpool_word(digest) + k[0]) * (cpool_word(digest + 8) + k[1]);
+        } else {
+            for (uint32_t i = 0; i < width; i += 16) {
+                uint8_t padded[16] = {0};
+                memcpy(padded, digest + i, width - i < 16 ? width - i : 16);
+                sum += (unsigned __int128)(cpool_word(padded) + k[i / 8])
+                     * (cpool_word(padded + 8) + k[i / 8 + 1]);
+            }
+        }
+        return cpool_fold(sum, seed);
+    }
+
+    static inline int cpool_same_digest(const uint8_t *a, const uint8_t *b, uint32_t width) {
+        if (width == 32)
+            return !((cpool_word(a) ^ cpool_word(b)) | (cpool_word(a + 8) ^ cpool_word(b + 8))
+                   | (cpool_word(a + 16) ^ cpool_word(b + 16))
+                   | (cpool_word(a + 24) ^ cpool_word(b + 24)));
+        if (width == 16)
+            return !((cpool_word(a) ^ cpool_word(b)) | (cpool_word(a + 8) ^ cpool_word(b + 8)));
+        return memcmp(a, b, width) == 0;
+    }
+    """
+    hash_t hash_key "cpool_hash_key"(
+        const uint8_t* digest, uint32_t width, uint64_t salt, const uint64_t* seed
+    ) noexcept
+    bint same_digest "cpool_same_digest"(
+        const uint8_t* a, const uint8_t* b, uint32_t width
+    ) noexcept
+
+cdef enum:
+    NUM_SEED_WORDS = 36     # two to fold, one for each word of the longest digest, two for salts
+    MAX_SPACES = 8191       # (group, width) pairs in one pool: what SPACE_MASK can name
+
+
+cdef struct Space:
+    uint32_t group          # kv_cache_group_id
+    uint32_t width          # bytes of a digest
+    uint64_t salt           # what the space adds to the table's hash
+
+
+cdef struct Key:
+    const uint8_t* digest   # `width` bytes; borrowed
+    space_t space           # no flags
+
+
+cdef inline uint64_t salt_of(uint32_t group, uint32_t width, const uint64_t* seed) noexcept:
+    cdef uint8_t word[8]
+    cdef uint64_t packed = (<uint64_t>group << 8) | width
+    memcpy(word, &packed, 8)
+    return (<uint64_t>hash_key(word, 8, seed[NUM_SEED_WORDS - 1], seed) << 32) | hash_key(
+        word, 8, seed[NUM_SEED_WORDS - 2], seed
+    )

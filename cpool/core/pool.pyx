@@ -1,0 +1,1447 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The block pool: hands blocks out, counts references, finds them by prefix hash, evicts.
+
+Data flows one way: hashes -> table -> block -> free queue -> events. The parts (``*.pxd``)
+each know one structure; this file alone changes several in one step, always in the same
+order: read the arguments, check them, reserve memory, commit. Nothing after the reservation
+can fail, so no call leaves a half-change behind.
+
+Decisions are those of vLLM 0.32.0's ``vllm/v1/core/block_pool.py``, op for op; where that
+class would corrupt itself (double free, negative count, foreign id) this one raises first.
+"""
+cimport cython
+from cpool.core cimport (
+    blocks, check, free_queue, keys, memory, registry, reverse_index, shared_keys, table,
+)
+from cpool.core.free_queue cimport Link
+from cpool.core.keys cimport Key
+from cpool.core.memory cimport prefetch, prefetch_write
+from cpool.core.registry cimport Core, Holder
+from cpool.core.types cimport (
+    block_id_t, hash_t, int32_t, int64_t, record_id_t, ref_t, space_t, uint8_t, uint32_t,
+    uint64_t, INDEX_MASK, LOOSE_FLAG, MAX_BLOCKS, MAX_HASH_BYTES, MAX_NUM_TOKENS, NO_RECORD,
+    NO_TOKENS_FLAG, NOT_QUEUED, SHARED, SPACE_MASK,
+)
+from cpython.buffer cimport (
+    Py_buffer, PyBUF_FORMAT, PyBUF_STRIDED_RO, PyBUF_WRITABLE, PyBuffer_FillInfo,
+    PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer,
+)
+from cpython.bytes cimport (
+    PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE,
+)
+from cpython.mem cimport PyMem_Free, PyMem_Malloc
+from cpython.object cimport PyObject
+from libc.string cimport memcpy, memset
+
+import logging
+import os
+from collections.abc import Mapping
+
+import numpy as np
+
+from cpool.core.contract import BlockIdError, ContractError, Registration
+from cpool.core.standalone import BlockHashToBlockMap, FreeKVCacheBlockQueue
+
+cdef extern from *:
+    bint CPOOL_DEBUG
+    void PyObject_GC_UnTrack(void* object)
+
+cdef enum:
+    NULL_BLOCK = 0
+    MAX_REF_CNT = 0x7FFFFFFF
+    TRIMMED_FROM = 1024             # registrations in one call
+    CHECKED_UP_TO_BLOCKS = 4096     # debug builds check pools of this size after each operation
+
+cdef object empty = np.empty
+cdef object uint32_dtype = np.dtype(np.uint32)
+cdef object int64_dtype = np.dtype(np.int64)
+
+include "arguments.pxi"
+include "steps.pxi"
+include "handles.pxi"
+include "views.pxi"
+
+
+cdef void* new_array(object array, Py_buffer* view) except NULL:
+    # The memory of a numpy array that we made and still hold.
+    PyObject_GetBuffer(array, view, PyBUF_WRITABLE)
+    cdef void* data = view.buf
+    PyBuffer_Release(view)
+    return data if data != NULL else <void*>view
+
+
+cdef class Column:
+    """A read-only, zero-copy view of one column; keeps the pool alive."""
+    cdef BlockPool pool
+    cdef void* data
+    cdef Py_ssize_t nbytes
+    cdef bint is_key_column
+
+    def __getbuffer__(self, Py_buffer* view, int flags):
+        PyBuffer_FillInfo(view, self, self.data, self.nbytes, 1, flags)
+
+    def __dealloc__(self):
+        if self.is_key_column and self.pool is not None:
+            self.pool.num_exports -= 1
+
+
+cdef object view_column(BlockPool pool, void* data, Py_ssize_t nbytes, dtype, bint is_key_column):
+    cdef Column column = Column.__new__(Column)
+    column.pool = pool
+    column.data = data
+    column.nbytes = nbytes
+    column.is_key_column = is_key_column
+    if is_key_column:
+        pool.num_exports += 1
+    return np.frombuffer(column, dtype=dtype)
+
+
+cdef class BlockPool:
+    """A pool of KV-cache blocks with a prefix cache.
+
+    Block 0 is the null block: a placeholder that is never handed out, freed or cached.
+    Blocks are numbered 0 to ``num_gpu_blocks - 1`` and handed out in that order at first,
+    later in the order of the free queue: blocks without a key first, then the least recently
+    used. Methods with vLLM's names take and return `KVCacheBlock` handles; methods that end
+    in ``_ids`` take and return arrays of block ids and do a whole batch in one call.
+
+    Not safe to call from a thread while another call is inside a callback (``on_reuse``,
+    metrics hooks); otherwise each call holds the GIL and is atomic.
+
+    Args:
+        num_gpu_blocks: Number of blocks, the null block included; 1 to 2**30 - 2.
+        enable_caching: Whether freed blocks stay findable by hash until they are reused.
+        hash_block_size: Tokens between two boundaries at which hashes exist.
+        enable_kv_cache_events: Whether to collect events for `take_events`.
+        metrics_collector: Object with ``on_block_allocated``, ``on_block_accessed``,
+            ``on_block_evicted`` (each called with a block) and ``reset``.
+        medium: Storage medium that events report.
+
+    Raises:
+        ContractError: A size is not an integer in its range.
+        MemoryError: The columns do not fit.
+    """
+
+    logger = logging.getLogger("cpool")
+    # Event classes and converters; None: those of cpool.events. A subclass may set others.
+    event_types = None
+
+    def __cinit__(self, *args, **kwargs):
+        self.handles = NULL
+        self._reuse_watchers = {}
+
+    def __init__(
+        self,
+        num_gpu_blocks,
+        enable_caching,
+        hash_block_size,
+        enable_kv_cache_events=False,
+        metrics_collector=None,
+        medium="GPU",
+    ):
+        if self.core.blocks.num_blocks:
+            raise ContractError("a pool cannot be initialised twice")
+        num_blocks = read_count(num_gpu_blocks, "num_gpu_blocks", 1, MAX_BLOCKS)
+        self.hash_block_size = <uint32_t>read_count(
+            hash_block_size, "hash_block_size", 1, MAX_NUM_TOKENS
+        )
+        seed = os.urandom(8 * keys.NUM_SEED_WORDS)
+        memcpy(self.core.seed, PyBytes_AS_STRING(seed), 8 * keys.NUM_SEED_WORDS)
+        self.num_gpu_blocks = num_gpu_blocks
+        self.enable_caching = enable_caching
+        self.enable_kv_cache_events = enable_kv_cache_events
+        self.metrics_collector = metrics_collector
+        self.medium = medium
+        self.kv_event_queue = []
+        registry.init(&self.core, <uint32_t>num_blocks)
+        free_queue.remove(&self.core.queue, NULL_BLOCK)
+
+    def __dealloc__(self):
+        cdef uint32_t i
+        if self.num_handles and self.handles != NULL:
+            for i in range(self.core.blocks.num_blocks + 2):
+                if self.handles[i] != NULL:
+                    (<KVCacheBlock>self.handles[i]).detach()
+        memory.release(&self.handles_array)
+        registry.release(&self.core)
+
+    def __reduce__(self):
+        raise TypeError("a BlockPool cannot be pickled or copied: its blocks are device memory")
+
+    # Handles and keys ---------------------------------------------------------------------
+
+    cdef KVCacheBlock handle(self, block_id_t id):
+        cdef KVCacheBlock block
+        if self.handles == NULL:
+            if self.core.blocks.num_blocks == 0:
+                raise ContractError("the pool was never initialised")
+            memory.allocate(
+                &self.handles_array, <size_t>self.core.blocks.num_blocks + 2, sizeof(PyObject*)
+            )
+            self.handles = <PyObject**>self.handles_array.data
+        if self.handles[id] != NULL:
+            return <KVCacheBlock>self.handles[id]
+        block = KVCacheBlock.__new__(KVCacheBlock)
+        # A pool's handle refers to no object, so the collector need not look at it.
+        PyObject_GC_UnTrack(<void*>block)
+        block.owner = <PyObject*>self
+        block.index = id
+        self.handles[id] = <PyObject*>block
+        self.num_handles += 1
+        return block
+
+    cdef list handles_of(self, const block_id_t* ids, size_t count):
+        cdef list result = []
+        cdef size_t i
+        for i in range(count):
+            result.append(self.handle(ids[i]))
+        return result
+
+    cdef block_id_t own_id(self, object block) except? 0xFFFFFFFF:
+        if type(block) is not KVCacheBlock:
+            raise TypeError(f"expected a KVCacheBlock, not {type(block).__name__}")
+        if (<KVCacheBlock>block).owner != <PyObject*>self or (<KVCacheBlock>block).is_end():
+            raise ContractError(f"block {block.block_id} does not belong to this pool")
+        return (<KVCacheBlock>block).index
+
+    cdef block_id_t check_id(self, object block_id) except? 0xFFFFFFFF:
+        cdef uint32_t num_blocks = self.core.blocks.num_blocks
+        if type(block_id) is int and 0 <= block_id < num_blocks:
+            return block_id
+        if isinstance(block_id, (bool, float)) or not hasattr(block_id, "__index__"):
+            raise TypeError(f"a block id must be an integer, not {type(block_id).__name__}")
+        id = block_id.__index__()
+        if id < 0:
+            raise BlockIdError(
+                f"Invalid block_id {id} < 0: the pool has blocks 0 to {num_blocks - 1}"
+            )
+        if id >= num_blocks:
+            raise BlockIdError(
+                f"Invalid block_id {id} >= {num_blocks}. This indicates a bug in the KV "
+                "connector - workers should only report block IDs that were allocated by the "
+                "scheduler."
+            )
+        return id
+
+    cdef object neighbour(self, block_id_t id, bint forward):
+        cdef block_id_t end = self.core.queue.end
+        cdef block_id_t other
+        if id == end + 1 and not forward or id == end and forward:
+            return None
+        other = self.core.queue.links[min(id, end)].next if forward else (
+            self.core.queue.links[min(id, end)].prev
+        )
+        if other == NOT_QUEUED:
+            return None
+        if other == end and not forward:
+            other = end + 1
+        return self.handle(other)
+
+    cdef bytes key_bytes(self, Holder holder):
+        cdef Key key = registry.key_of(&self.core, holder)
+        cdef keys.Space* space = &self.core.spaces[key.space]
+        return make_key(key.digest, space.width, space.group)
+
+    cdef object primary_key(self, block_id_t id):
+        if not registry.has_primary(&self.core, id):
+            return None
+        return self.key_bytes(registry.primary(id))
+
+    cdef object primary_tokens(self, block_id_t id):
+        if not registry.has_primary(&self.core, id):
+            return None
+        if self.core.blocks.space[id] & NO_TOKENS_FLAG:
+            return None
+        return self.core.blocks.num_tokens[id]
+
+    cdef list extra_keys(self, block_id_t id):
+        cdef list found = []
+        cdef Holder holder
+        holder.block = id
+        holder.extra = reverse_index.first(&self.core.index, id)
+        while holder.extra != NO_RECORD:
+            found.append(self.key_bytes(holder))
+            holder.extra = reverse_index.extra(&self.core.index, holder.extra).next
+        return found
+
+    cdef list keys_of(self, block_id_t id):
+        # The keys under which the table knows the block, the primary one first.
+        cdef list found = []
+        if registry.has_primary(&self.core, id) and not self.core.blocks.space[id] & LOOSE_FLAG:
+            found.append(self.key_bytes(registry.primary(id)))
+        if self.core.index.heads != NULL:
+            found += self.extra_keys(id)
+        return found
+
+    cdef int assign_primary(self, block_id_t id, object key, object num_tokens) except -1:
+        # As code outside the pool assigns it: the table does not learn of it.
+        cdef Key wanted
+        cdef uint32_t group
+        cdef int width
+        cdef space_t flags = LOOSE_FLAG
+        cdef uint32_t tokens = 0
+        if id >= self.core.blocks.num_blocks:
+            raise ContractError("the end of a free queue has no block hash")
+        if key is None:
+            if registry.has_primary(&self.core, id):
+                registry.drop_primary(&self.core, id)
+            return 0
+        width = read_key(key, &wanted.digest, &group)
+        if num_tokens is None:
+            flags |= NO_TOKENS_FLAG
+        else:
+            tokens = read_count(num_tokens, "num_tokens", 0, MAX_NUM_TOKENS)
+        registry.prepare_keys(&self.core, width)
+        wanted.space = registry.intern_space(&self.core, group, width)
+        if registry.has_primary(&self.core, id):
+            registry.drop_primary(&self.core, id)
+        registry.write_primary(&self.core, id, &wanted, flags, tokens)
+        return 0
+
+    cdef int assign_primary_tokens(self, block_id_t id, object num_tokens) except -1:
+        if id >= self.core.blocks.num_blocks or not registry.has_primary(&self.core, id):
+            if num_tokens is None:
+                return 0
+            raise ContractError(f"block {id} has no hash whose tokens could be counted")
+        if num_tokens is None:
+            self.core.blocks.space[id] |= NO_TOKENS_FLAG
+            self.core.blocks.num_tokens[id] = 0
+            return 0
+        self.core.blocks.num_tokens[id] = read_count(num_tokens, "num_tokens", 0, MAX_NUM_TOKENS)
+        self.core.blocks.space[id] &= ~<space_t>NO_TOKENS_FLAG
+        return 0
+
+    cdef int link_primary(self, block_id_t id) except -1:
+        # The table learns of a primary key that was assigned by hand.
+        cdef Key key
+        cdef keys.Space space
+        cdef Holder other
+        if not self.core.blocks.space[id] & LOOSE_FLAG:
+            return 0
+        key = registry.key_of(&self.core, registry.primary(id))
+        space = self.core.spaces[key.space]
+        registry.reserve(&self.core, space.group, space.width, 1, 0)
+        key = registry.key_of(&self.core, registry.primary(id))
+        if registry.find_held_by(&self.core, &key, id, &other):
+            return 0
+        self.core.blocks.space[id] &= ~<space_t>LOOSE_FLAG
+        registry.link(&self.core, registry.primary(id), registry.hash_of(&self.core, &key))
+        return 0
+
+    cdef int insert_key(self, object key, block_id_t id, object num_tokens) except -1:
+        # Registers unless the table maps the key to the block already.
+        cdef Key wanted
+        cdef Holder holder
+        cdef uint32_t group
+        cdef uint32_t tokens = 0
+        cdef space_t flags = 0
+        cdef int width = read_key(key, &wanted.digest, &group)
+        if id == NULL_BLOCK:
+            raise ContractError("the null block is never registered")
+        if num_tokens is None:
+            flags = NO_TOKENS_FLAG
+        else:
+            tokens = read_count(num_tokens, "num_tokens", 0, MAX_NUM_TOKENS)
+        if self.primary_key(id) == key:
+            return 0
+        wanted.space = registry.find_space(&self.core, group, width)
+        if registry.find_held_by(&self.core, &wanted, id, &holder):
+            return 0
+        wanted.space = registry.reserve(
+            &self.core, group, width, 1, registry.has_primary(&self.core, id)
+        )
+        registry.register(
+            &self.core, id, &wanted, registry.hash_of(&self.core, &wanted), flags, tokens
+        )
+        return 0
+
+    cdef bint look_up(self, object key, Key* wanted, Holder* holder) except -1:
+        # Fills `wanted`, whose digest is borrowed from `key`, and its first holder.
+        cdef uint32_t group
+        cdef int width = read_key(key, &wanted.digest, &group)
+        wanted.space = registry.find_space(&self.core, group, width)
+        return registry.find_first(&self.core, wanted, holder)
+
+    cdef list holders(self, const Key* key):
+        # Ids of all blocks under a key, in order of registration.
+        cdef Holder holder
+        cdef uint64_t place
+        cdef ref_t ref = 0
+        cdef record_id_t id
+        cdef list found = []
+        if key.space:
+            ref = registry.find(
+                &self.core, key, registry.hash_of(&self.core, key), &holder, &place
+            )
+        if ref == 0:
+            return found
+        if (ref & ~<ref_t>INDEX_MASK) != <ref_t>SHARED:
+            return [holder.block]
+        id = shared_keys.key(&self.core.shared, ref & INDEX_MASK).first
+        while id != NO_RECORD:
+            found.append(shared_keys.member(&self.core.shared, id).block)
+            id = shared_keys.member(&self.core.shared, id).next
+        return found
+
+    cdef int after(self) except -1:
+        # Debug builds look at everything after each operation.
+        if CPOOL_DEBUG and self.core.blocks.num_blocks <= CHECKED_UP_TO_BLOCKS:
+            check.check(&self.core)
+        return 0
+
+    # What vLLM reads ----------------------------------------------------------------------
+
+    @property
+    def blocks(self):
+        """All blocks, by id: ``len``, index, slice, iterate."""
+        cdef BlockList result = BlockList.__new__(BlockList)
+        result.pool = self
+        return result
+
+    @property
+    def null_block(self):
+        """The placeholder block, id 0."""
+        return self.handle(NULL_BLOCK)
+
+    @property
+    def free_block_queue(self):
+        """The free queue, as a view with vLLM's methods."""
+        return PoolFreeQueue(self)
+
+    @property
+    def cached_block_hash_to_block(self):
+        """The table, as a view with vLLM's methods."""
+        return PoolHashMap(self)
+
+    @property
+    def cached_block_hashes_by_block(self):
+        """Block id -> set of its extra keys, for blocks that have some."""
+        return PoolRows(self)
+
+    # Look-up ------------------------------------------------------------------------------
+
+    def get_cached_block(self, block_hash, kv_cache_group_ids):
+        """The first block registered under a hash in each group, or None if one has none.
+
+        Args:
+            block_hash: The digest, as bytes, without group.
+            kv_cache_group_ids: Sequence of group ids.
+
+        Returns:
+            One block per group, or None.
+        """
+        cdef Key key
+        cdef Holder holder
+        cdef list found = []
+        cdef Py_ssize_t width
+        if not isinstance(block_hash, bytes):
+            raise TypeError(f"a block hash must be bytes, not {type(block_hash).__name__}")
+        width = PyBytes_GET_SIZE(block_hash)
+        check_width(width)
+        key.digest = <const uint8_t*>PyBytes_AS_STRING(block_hash)
+        for group in kv_cache_group_ids:
+            key.space = registry.find_space(&self.core, read_group(group), <uint32_t>width)
+            if not registry.find_first(&self.core, &key, &holder):
+                return None
+            found.append(self.handle(holder.block))
+        return found
+
+    cdef object find_rows(self, object hashes, object group, uint32_t multiple_of, bint prefix):
+        cdef HashBatch batch = read_hashes(hashes, -1, self.hash_width)
+        cdef uint32_t group_id = read_group(group)
+        cdef Py_buffer view
+        cdef size_t count = batch.count
+        cdef space_t space
+        found = empty(count, int64_dtype)
+        space = registry.find_space(&self.core, group_id, batch.width)
+        if space and count:
+            count = registry.find_batch(
+                &self.core, batch.rows, batch.row_bytes, count, space, multiple_of, prefix,
+                <int64_t*>new_array(found, &view),
+            )
+        else:
+            found.fill(-1)
+            count = 0
+        return found[:count].astype(uint32_dtype) if prefix else found
+
+    def find_ids(self, hashes, kv_cache_group_id):
+        """The first block registered under each hash.
+
+        Args:
+            hashes: (n, width) uint8 array, bytes-like of n * width, or sequence of bytes.
+            kv_cache_group_id: Group to look in.
+
+        Returns:
+            (n,) int64 array of block ids, -1 where nothing is registered.
+        """
+        return self.find_rows(hashes, kv_cache_group_id, 0, False)
+
+    def find_full_ids(self, hashes, kv_cache_group_id, block_size):
+        """As `find_ids`, but only blocks whose registration covers whole blocks.
+
+        A partially filled block is never returned: the registration that answers must cover
+        a multiple of ``block_size`` tokens.
+        """
+        return self.find_rows(
+            hashes, kv_cache_group_id,
+            <uint32_t>read_count(block_size, "block_size", 1, MAX_NUM_TOKENS), False,
+        )
+
+    def find_prefix_ids(self, hashes, kv_cache_group_id):
+        """The blocks of the longest run of hashes, from the first, that are registered.
+
+        Args:
+            hashes: As in `find_ids`.
+            kv_cache_group_id: Group to look in.
+
+        Returns:
+            (m,) uint32 array of block ids, m <= n.
+        """
+        return self.find_rows(hashes, kv_cache_group_id, 0, True)
+
+    def registrations(self, block):
+        """Each key under which a block is registered, the primary one first.
+
+        Args:
+            block: A block of this pool, or a block id.
+
+        Returns:
+            List of `Registration`, which says how many tokens each key covers.
+        """
+        cdef Holder holder
+        cdef Key key
+        cdef bint is_primary = True
+        cdef list found = []
+        holder = registry.primary(
+            self.own_id(block) if isinstance(block, KVCacheBlock) else self.check_id(block)
+        )
+        if registry.has_primary(&self.core, holder.block):
+            if not self.core.blocks.space[holder.block] & LOOSE_FLAG:
+                found.append(self.registration(holder, True))
+        holder.extra = reverse_index.first(&self.core.index, holder.block)
+        while holder.extra != NO_RECORD:
+            found.append(self.registration(holder, False))
+            holder.extra = reverse_index.extra(&self.core.index, holder.extra).next
+        return found
+
+    cdef object registration(self, Holder holder, bint is_primary):
+        cdef Key key = registry.key_of(&self.core, holder)
+        cdef keys.Space* space = &self.core.spaces[key.space]
+        cdef bint unknown = registry.flagged_space(&self.core, holder) & NO_TOKENS_FLAG
+        return Registration(
+            PyBytes_FromStringAndSize(<const char*>key.digest, space.width),
+            space.group,
+            None if unknown else registry.num_tokens_of(&self.core, holder),
+            is_primary,
+        )
+
+    # Allocation ---------------------------------------------------------------------------
+
+    cdef int check_available(self, int64_t count) except -1:
+        if count > self.core.queue.num_free:
+            raise ValueError(f"Cannot get {count} free blocks from the pool")
+        return 0
+
+    cdef bint is_observed(self):
+        # Whether allocation has to call back for every block.
+        return bool(
+            self._reuse_watchers or self.metrics_collector is not None
+            or self.enable_kv_cache_events
+        )
+
+    cdef int allocate(self, block_id_t* ids, size_t count) except -1:
+        # Takes the first `count` blocks out of the queue into `ids`.
+        cdef size_t i
+        head_run(&self.core, ids, count)
+        if self.is_observed():
+            blocks_taken = self.handles_of(ids, count)
+            free_queue.take_head_run(&self.core.queue, ids, count)
+            try:
+                self.announce_allocation(blocks_taken, ids, count)
+            except BaseException:
+                put_back(&self.core, ids, count)
+                raise
+            return 0
+        free_queue.take_head_run(&self.core.queue, ids, count)
+        if self.enable_caching:
+            self.num_evicted_blocks += evict_run(&self.core, ids, count)
+        for i in range(count):
+            self.core.blocks.ref_cnt[ids[i]] = 1
+        return 0
+
+    cdef int announce_allocation(self, list taken, const block_id_t* ids, size_t count) except -1:
+        # Block by block, in vLLM's order: watchers of all; then evict, count, tell metrics.
+        cdef size_t i
+        self.notify_reuse(taken)
+        for i in range(count):
+            if self.enable_caching:
+                self.evict(ids[i])
+            if self.core.blocks.ref_cnt[ids[i]] != 0:
+                raise ContractError(f"block {ids[i]} was touched while it was handed out")
+            self.core.blocks.ref_cnt[ids[i]] = 1
+            if self.metrics_collector is not None:
+                self.metrics_collector.on_block_allocated(taken[i])
+        return 0
+
+    cdef int notify_reuse(self, list taken) except -1:
+        if not self._reuse_watchers:
+            return 0
+        for block in taken:
+            watcher = self._reuse_watchers.pop(block.block_id, None)
+            if watcher is not None:
+                watcher(block)
+        return 0
+
+    cdef bint evict(self, block_id_t id) except -1:
+        # All keys of a block leave, with hooks and events. Whether the table knew it.
+        cdef list removed
+        if self.metrics_collector is not None:
+            self.metrics_collector.on_block_evicted(self.handle(id))
+        removed = self.keys_of(id) if self.enable_kv_cache_events else None
+        if registry.drop_keys(&self.core, id) == 0:
+            return False
+        self.num_evicted_blocks += 1
+        if removed:
+            self.emit_removed(removed)
+        return True
+
+    def get_new_blocks(self, num_blocks):
+        """Take blocks from the head of the free queue; their keys leave the prefix cache.
+
+        Args:
+            num_blocks: How many.
+
+        Returns:
+            List of blocks, each with a ref_cnt of 1.
+
+        Raises:
+            ValueError: Fewer are free; nothing was changed.
+        """
+        cdef int64_t count = read_count(num_blocks, "num_blocks", 0, (1 << 62))
+        cdef IdBuffer buffer
+        self.check_available(count)
+        if count == 0:
+            return []
+        buffer = make_buffer(count)
+        head_run(&self.core, buffer.ids, count)
+        result = self.handles_of(buffer.ids, count)
+        self.allocate(buffer.ids, count)
+        self.after()
+        return result
+
+    def get_new_block_ids(self, n):
+        """As `get_new_blocks`, with ids.
+
+        Returns:
+            (n,) uint32 array of block ids.
+        """
+        cdef int64_t count = read_count(n, "num_blocks", 0, (1 << 62))
+        cdef Py_buffer view
+        self.check_available(count)
+        result = empty(count, uint32_dtype)
+        if count:
+            self.allocate(<block_id_t*>new_array(result, &view), count)
+        self.after()
+        return result
+
+    def touch(self, blocks):
+        """Add a holder to each block; a free one leaves the free queue.
+
+        Args:
+            blocks: Sequence of this pool's blocks.
+
+        Raises:
+            ContractError: A block belongs to another pool; nothing was changed.
+        """
+        cdef IdBuffer buffer = self.buffer_of(blocks)
+        self.touch_run(buffer.ids, buffer.count)
+
+    def touch_ids(self, ids):
+        """As `touch`, with an array of block ids."""
+        cdef IdBatch batch = read_ids(ids, self.core.blocks.num_blocks)
+        self.touch_run(batch.ids, batch.count)
+
+    cdef int touch_run(self, const block_id_t* ids, size_t count) except -1:
+        cdef size_t i
+        check_touch(&self.core, ids, count)
+        if self.metrics_collector is None:
+            commit_touch(&self.core, ids, count)
+        else:
+            for i in range(count):
+                commit_touch(&self.core, ids + i, 1)
+                self.metrics_collector.on_block_accessed(self.handle(ids[i]))
+        self.after()
+        return 0
+
+    cdef IdBuffer buffer_of(self, object blocks):
+        # The ids of this pool's blocks. A batch is read to its end before anything changes.
+        cdef list items = blocks if type(blocks) is list else list(blocks)
+        cdef IdBuffer buffer = make_buffer(len(items))
+        cdef size_t i
+        for i in range(buffer.count):
+            buffer.ids[i] = self.own_id(items[i])
+        return buffer
+
+    def free_blocks(self, ordered_blocks):
+        """Take one holder from each block; at 0 it joins the free queue.
+
+        A block without a key goes to the front of the queue, to be reused first; one with a
+        key to the tail. Blocks of other pools go to their pools.
+
+        Args:
+            ordered_blocks: Blocks in the order in which they may be evicted.
+
+        Raises:
+            ContractError: A block is already free, or is named more often than it is held;
+                nothing was changed in this pool.
+        """
+        cdef list own = []
+        cdef dict others = {}
+        for block in ordered_blocks:
+            if type(block) is not KVCacheBlock:
+                raise TypeError(f"expected a KVCacheBlock, not {type(block).__name__}")
+            if (<KVCacheBlock>block).owner == <PyObject*>self:
+                own.append(block)
+                continue
+            pool = block.pool
+            if pool is None:
+                raise ContractError(f"block {block.block_id} does not belong to a pool")
+            others.setdefault(pool, []).append(block)
+        if own:
+            self.release(self.buffer_of(own), self.enable_caching, False)
+        for pool, blocks_of_pool in others.items():
+            pool.free_blocks(blocks_of_pool)
+
+    def free_ids(self, ids):
+        """As `free_blocks`, with an array of block ids."""
+        cdef IdBatch batch = read_ids(ids, self.core.blocks.num_blocks)
+        release_run(&self.core, batch.ids, batch.count, self.enable_caching, False)
+        self.after()
+
+    cdef int release(self, IdBuffer buffer, bint hashed_last, bint all_last) except -1:
+        release_run(&self.core, buffer.ids, buffer.count, hashed_last, all_last)
+        self.after()
+        return 0
+
+    def unpin_blocks(self, blocks, on_reuse):
+        """Take one holder from each block, whose contents are still read until it is reused.
+
+        The blocks join the tail of the free queue, with or without a key.
+
+        Args:
+            blocks: This pool's blocks, each held, none the null block.
+            on_reuse: Called with the block when it is handed out again or the cache is reset.
+
+        Raises:
+            ContractError: A block is free or the null block; nothing was changed.
+        """
+        cdef IdBuffer buffer = self.buffer_of(blocks)
+        cdef size_t i
+        for i in range(buffer.count):
+            if buffer.ids[i] == NULL_BLOCK:
+                raise ContractError("the null block cannot be unpinned")
+        self.release(buffer, False, True)
+        for i in range(buffer.count):
+            self._reuse_watchers[buffer.ids[i]] = on_reuse
+
+    def is_block_writable(self, block):
+        """Whether a block has one holder and no key, so that its holder may change it."""
+        cdef block_id_t id = self.own_id(block)
+        return (
+            id != NULL_BLOCK
+            and self.core.blocks.ref_cnt[id] == 1
+            and not registry.has_primary(&self.core, id)
+        )
+
+    def get_num_free_blocks(self):
+        """Number of blocks in the free queue."""
+        return self.core.queue.num_free
+
+    def get_usage(self):
+        """Share of the blocks that are held, 0.0 to 1.0; the null block does not count."""
+        cdef uint32_t usable = self.core.blocks.num_blocks - 1
+        if usable == 0:
+            return 0
+        return 1.0 - (<double>self.core.queue.num_free / usable)
+
+    # Registration -------------------------------------------------------------------------
+
+    cdef object hash_sequence(self, object request, uint64_t block_size, Py_ssize_t* scale):
+        # The request's hashes, and how many of them make up one block.
+        hashes = request.block_hashes
+        scale[0] = block_size // self.hash_block_size
+        if block_size == self.hash_block_size:
+            return hashes
+        if hasattr(hashes, "scale_factor"):
+            if hashes.scale_factor != scale[0]:
+                raise ContractError(
+                    f"the hashes are a view of {hashes.scale_factor} boundaries a block; "
+                    f"block_size {block_size} needs {scale[0]}"
+                )
+            scale[0] = 1
+        elif block_size % self.hash_block_size:
+            raise ContractError(
+                f"block_size {block_size} is no multiple of hash_block_size "
+                f"{self.hash_block_size}"
+            )
+        return hashes
+
+    def cache_full_blocks(
+        self,
+        request,
+        blocks,
+        num_cached_blocks,
+        num_full_blocks,
+        block_size,
+        kv_cache_group_id,
+        block_mask=None,
+    ):
+        """Register full blocks of a request under the hashes at their ends.
+
+        A block that has a shorter key (a partial entry) is promoted: all its keys leave and
+        the full block's key takes their place. Null and masked-out blocks are passed over.
+
+        Args:
+            request: Object with ``block_hashes``: one digest per boundary. With events on,
+                also ``all_token_ids``, ``lora_request``, ``session_id`` and what extra keys
+                need.
+            blocks: All blocks of the request.
+            num_cached_blocks: Index of the first block to register.
+            num_full_blocks: Index behind the last one.
+            block_size: Tokens in a block; a multiple of ``hash_block_size``.
+            kv_cache_group_id: Group that owns the keys.
+            block_mask: Sequence of bool, one for each block of the range, or None.
+
+        Raises:
+            ContractError: A block has a key that is not shorter, or an argument is out of
+                range; nothing was changed.
+            IndexError: The request has too few hashes; nothing was changed.
+        """
+        cdef int64_t first = read_count(num_cached_blocks, "num_cached_blocks", 0, 1 << 40)
+        cdef int64_t last = read_count(num_full_blocks, "num_full_blocks", 0, 1 << 40)
+        cdef uint64_t size = read_count(block_size, "block_size", 1, MAX_NUM_TOKENS)
+        cdef uint32_t group = read_group(kv_cache_group_id)
+        cdef Py_ssize_t scale
+        cdef list digests = []
+        cdef IdBuffer buffer
+        cdef TokenBuffer ends
+        cdef size_t count = 0
+        if first >= last:
+            return
+        selected = blocks[first:last]
+        if block_mask is not None and len(block_mask) != len(selected):
+            raise ContractError(
+                f"block_mask has {len(block_mask)} entries for {len(selected)} blocks"
+            )
+        hashes = self.hash_sequence(request, size, &scale)
+        buffer = make_buffer(len(selected))
+        ends = TokenBuffer.__new__(TokenBuffer, len(selected))
+        positions = [] if self.enable_kv_cache_events else None
+        for i, block in enumerate(selected):
+            id = self.own_id(block)
+            if id == NULL_BLOCK or (block_mask is not None and not block_mask[i]):
+                continue
+            digests.append(hashes[(first + i + 1) * scale - 1])
+            buffer.ids[count] = id
+            ends.values[count] = <uint64_t>(first + <int64_t>i + 1) * size
+            if positions is not None:
+                positions.append(first + i)
+            count += 1
+        buffer.count = count
+        batch = read_hashes(digests, count, 0)
+        check_new_keys(&self.core, buffer.ids, ends.values, count)
+        stored = None
+        if positions is not None:
+            parent = hashes[first * scale - 1] if first else None
+            stored = self.make_stored(
+                request, digests, parent, first * size, last * size, size, group,
+                [(position * size, (position + 1) * size) for position in positions],
+            )
+        self.register_full(buffer.ids, ends.values, batch, group)
+        if stored is not None:
+            self.kv_event_queue.append(stored)
+        self.after()
+
+    cdef int register_full(
+        self, const block_id_t* ids, const uint64_t* ends, HashBatch batch, uint32_t group
+    ) except -1:
+        # The commit of both grains. Registers row i for ids[i], which check_new_keys passed.
+        cdef size_t start = 0, width, i, count = batch.count
+        cdef hash_t hashes[32]
+        cdef Key key
+        cdef Holder holder
+        cdef list removed
+        if count == 0:
+            return 0
+        key.space = registry.reserve(&self.core, group, batch.width, count, count_extra(
+            &self.core, ids, count
+        ))
+        while start < count:
+            width = min(count - start, <size_t>registry.PIPELINE)
+            for i in range(start, start + width):
+                key.digest = batch.rows + i * batch.row_bytes
+                hashes[i - start] = registry.hash_of(&self.core, &key)
+                prefetch_write(
+                    &self.core.table.cells[table.home(&self.core.table, hashes[i - start])]
+                )
+                prefetch_write(&self.core.blocks.space[ids[i]])
+                prefetch_write(&self.core.blocks.num_tokens[ids[i]])
+                prefetch_write(blocks.digest_slot(&self.core.blocks, ids[i]))
+            for i in range(start, start + width):
+                if ids[i] == NULL_BLOCK:
+                    continue
+                key.digest = batch.rows + i * batch.row_bytes
+                if registry.has_primary(&self.core, ids[i]):
+                    removed = self.keys_of(ids[i]) if self.enable_kv_cache_events else None
+                    registry.drop_keys(&self.core, ids[i])
+                    if removed:
+                        self.emit_removed(removed)
+                elif reverse_index.first(&self.core.index, ids[i]) != NO_RECORD:
+                    if registry.find_held_by(&self.core, &key, ids[i], &holder):
+                        continue
+                registry.register(
+                    &self.core, ids[i], &key, hashes[i - start], 0, <uint32_t>ends[i]
+                )
+            start += width
+        if count > TRIMMED_FROM:
+            registry.trim(&self.core)
+        return 0
+
+    def cache_full_ids(
+        self,
+        ids,
+        hashes,
+        kv_cache_group_id,
+        block_size,
+        first_block=0,
+        *,
+        parent_hash=None,
+        token_ids=None,
+    ):
+        """Register full blocks: ``ids[i]`` under ``hashes[i]``.
+
+        Block ids that are 0 are passed over. Promotion is that of `cache_full_blocks`.
+
+        Args:
+            ids: (n,) integer buffer or sequence of block ids.
+            hashes: n digests: (n, width) uint8, bytes-like of n * width, or sequence of bytes.
+            kv_cache_group_id: Group that owns the keys.
+            block_size: Tokens in a block; a multiple of ``hash_block_size``.
+            first_block: Index of ``ids[0]`` in its request, so that ``hashes[i]`` covers
+                ``(first_block + i + 1) * block_size`` tokens.
+            parent_hash: For events only: the digest before ``hashes[0]``, as bytes.
+            token_ids: For events only: the n * block_size tokens of the blocks.
+
+        Raises:
+            ContractError: A block has a key that is not shorter, or a number is out of range;
+                nothing was changed.
+            ValueError: The hashes do not have the width of the pool's others.
+        """
+        cdef IdBatch batch = read_ids(ids, self.core.blocks.num_blocks)
+        cdef uint64_t size = read_count(block_size, "block_size", 1, MAX_NUM_TOKENS)
+        cdef uint64_t first = read_count(first_block, "first_block", 0, MAX_NUM_TOKENS)
+        cdef uint32_t group = read_group(kv_cache_group_id)
+        cdef HashBatch rows = read_hashes(hashes, batch.count, self.hash_width)
+        cdef TokenBuffer ends
+        cdef size_t i
+        if size % self.hash_block_size:
+            raise ContractError(
+                f"block_size {size} is no multiple of hash_block_size {self.hash_block_size}"
+            )
+        self.check_batch_width(rows)
+        ends = TokenBuffer.__new__(TokenBuffer, batch.count)
+        for i in range(batch.count):
+            ends.values[i] = (first + i + 1) * size
+        check_new_keys(&self.core, batch.ids, ends.values, batch.count)
+        stored = None
+        if self.enable_kv_cache_events and batch.count:
+            digests = [rows.row(i) for i in range(batch.count) if batch.ids[i] != NULL_BLOCK]
+            stored = self.make_stored_batch(digests, parent_hash, token_ids, size, group)
+        self.register_full(batch.ids, ends.values, rows, group)
+        if batch.count:
+            self.hash_width = rows.width
+        if stored is not None:
+            self.kv_event_queue.append(stored)
+        self.after()
+
+    cdef int check_batch_width(self, HashBatch rows) except -1:
+        if self.hash_width and rows.count and rows.width != self.hash_width:
+            raise ValueError(
+                f"hashes of {rows.width} bytes in a pool of {self.hash_width}-byte hashes"
+            )
+        return 0
+
+    def cache_partial_block(
+        self,
+        request,
+        block,
+        num_tokens,
+        kv_cache_group_id,
+        block_size,
+        replace_existing_hashes=False,
+    ):
+        """Make a block findable at a boundary inside it.
+
+        The key is the request's hash at that boundary. On a block with a shorter key it
+        replaces that; on a block with a longer one it becomes an extra key; the same key
+        again changes nothing.
+
+        Args:
+            request: Object with ``block_hashes``; with events on see `cache_full_blocks`.
+            block: This pool's block.
+            num_tokens: Prefix tokens that the key covers: a positive multiple of
+                ``hash_block_size`` for which the request has a hash.
+            kv_cache_group_id: Group that owns the key.
+            block_size: Tokens in a block of that group, a multiple of ``hash_block_size``.
+            replace_existing_hashes: The block's contents were replaced: all its keys leave.
+
+        Returns:
+            The key (digest and group), or None for the null block.
+
+        Raises:
+            ContractError: ``num_tokens`` or ``block_size`` is not such a number.
+        """
+        cdef block_id_t id = self.own_id(block)
+        cdef uint64_t tokens, size, boundary
+        cdef uint32_t group
+        cdef bint changed
+        if id == NULL_BLOCK:
+            return None
+        size = read_count(block_size, "block_size", 1, MAX_NUM_TOKENS)
+        if size % self.hash_block_size:
+            raise ContractError(
+                f"block_size {size} is no multiple of hash_block_size {self.hash_block_size}"
+            )
+        group = read_group(kv_cache_group_id)
+        tokens = self.check_boundary(num_tokens)
+        boundary = tokens // self.hash_block_size
+        hashes = request.block_hashes
+        if boundary > <uint64_t>len(hashes):
+            raise ContractError(
+                f"num_tokens is {tokens}; the request has hashes up to "
+                f"{len(hashes) * self.hash_block_size} tokens"
+            )
+        digest = hashes[boundary - 1]
+        if not isinstance(digest, bytes):
+            raise TypeError(f"a block hash must be bytes, not {type(digest).__name__}")
+        stored = None
+        if self.enable_kv_cache_events and (
+            replace_existing_hashes or not self.holds(id, digest, group)
+        ):
+            parent = hashes[boundary - 2] if boundary > 1 else None
+            start = tokens - self.hash_block_size
+            stored = self.make_stored(
+                request, [digest], parent, start, tokens, self.hash_block_size, group,
+                [(start, tokens)],
+            )
+        self.register_partial(id, digest, tokens, group, replace_existing_hashes)
+        if stored is not None:
+            self.kv_event_queue.append(stored)
+        self.after()
+        return make_key(
+            <const uint8_t*>PyBytes_AS_STRING(digest), <uint32_t>len(digest), group
+        )
+
+    def cache_partial_id(
+        self,
+        block_id,
+        block_hash,
+        num_tokens,
+        kv_cache_group_id,
+        replace_existing_hashes=False,
+    ):
+        """As `cache_partial_block`, with a block id and the digest at the boundary.
+
+        Args:
+            block_id: The block; 0 is passed over.
+            block_hash: Digest, bytes, of the width of the pool's others.
+            num_tokens: Prefix tokens that it covers, a multiple of ``hash_block_size``.
+            kv_cache_group_id: Group that owns the key.
+            replace_existing_hashes: All keys that the block has leave.
+        """
+        cdef block_id_t id = self.check_id(block_id)
+        cdef uint32_t group = read_group(kv_cache_group_id)
+        cdef uint64_t tokens = self.check_boundary(num_tokens)
+        if not isinstance(block_hash, bytes):
+            raise TypeError(f"a block hash must be bytes, not {type(block_hash).__name__}")
+        check_width(len(block_hash))
+        if self.hash_width and <uint32_t>len(block_hash) != self.hash_width:
+            raise ValueError(
+                f"hash of {len(block_hash)} bytes in a pool of {self.hash_width}-byte hashes"
+            )
+        if id == NULL_BLOCK:
+            return
+        stored = None
+        if self.enable_kv_cache_events and (
+            replace_existing_hashes or not self.holds(id, block_hash, group)
+        ):
+            stored = self.make_stored_batch(
+                [block_hash], None, None, self.hash_block_size, group
+            )
+        self.register_partial(id, block_hash, tokens, group, replace_existing_hashes)
+        self.hash_width = <uint32_t>len(block_hash)
+        if stored is not None:
+            self.kv_event_queue.append(stored)
+        self.after()
+
+    cdef uint64_t check_boundary(self, object num_tokens) except? 0:
+        cdef uint64_t tokens = read_count(num_tokens, "num_tokens", 1, MAX_NUM_TOKENS)
+        if tokens % self.hash_block_size:
+            raise ContractError(
+                f"num_tokens is {tokens}; it must be a multiple of hash_block_size "
+                f"{self.hash_block_size}"
+            )
+        return tokens
+
+    cdef bint holds(self, block_id_t id, bytes digest, uint32_t group) except -1:
+        # Whether that is the block's primary key or the table maps it to the block.
+        cdef Key key, own
+        cdef Holder holder
+        cdef uint32_t width = <uint32_t>PyBytes_GET_SIZE(digest)
+        check_width(width)
+        key.digest = <const uint8_t*>PyBytes_AS_STRING(digest)
+        key.space = registry.find_space(&self.core, group, width)
+        if key.space == 0:
+            return False
+        own = registry.key_of(&self.core, registry.primary(id))
+        if own.space == key.space and keys.same_digest(own.digest, key.digest, width):
+            return True
+        if own.space == 0 and reverse_index.first(&self.core.index, id) == NO_RECORD:
+            return False
+        return registry.find_held_by(&self.core, &key, id, &holder)
+
+    cdef int register_partial(
+        self, block_id_t id, bytes digest, uint64_t tokens, uint32_t group, bint replace
+    ) except -1:
+        cdef Key key
+        cdef uint32_t width = <uint32_t>PyBytes_GET_SIZE(digest)
+        cdef bint drops = replace
+        if not replace:
+            if self.holds(id, digest, group):
+                return 0
+            drops = (
+                registry.has_primary(&self.core, id)
+                and not self.core.blocks.space[id] & NO_TOKENS_FLAG
+                and self.core.blocks.num_tokens[id] < tokens
+            )
+        key.digest = <const uint8_t*>PyBytes_AS_STRING(digest)
+        check_width(width)
+        key.space = registry.reserve(&self.core, group, width, 1, 0 if drops else 1)
+        if drops:
+            removed = self.keys_of(id) if self.enable_kv_cache_events else None
+            registry.drop_keys(&self.core, id)
+            if removed:
+                self.emit_removed(removed)
+        registry.register(
+            &self.core, id, &key, registry.hash_of(&self.core, &key), 0, <uint32_t>tokens
+        )
+        return 0
+
+    def move_block_hashes(self, src_block, dst_block):
+        """Re-point all keys of one block to another, which has none. Emits nothing.
+
+        Raises:
+            ContractError: ``dst_block`` has a key.
+        """
+        self.move_run(self.own_id(src_block), self.own_id(dst_block))
+
+    def move_ids(self, src, dst):
+        """As `move_block_hashes`, with block ids."""
+        self.move_run(self.check_id(src), self.check_id(dst))
+
+    cdef int move_run(self, block_id_t source, block_id_t target) except -1:
+        cdef uint8_t digest[MAX_HASH_BYTES]
+        cdef Holder holder
+        if registry.has_primary(&self.core, target):
+            raise ContractError(f"block {target} already has a hash")
+        if reverse_index.first(&self.core.index, target) != NO_RECORD:
+            raise ContractError(f"block {target} already has extra keys")
+        if target == NULL_BLOCK:
+            raise ContractError("the null block is never registered")
+        if registry.has_primary(&self.core, source):
+            if self.core.blocks.space[source] & LOOSE_FLAG:
+                registry.drop_primary(&self.core, source)
+            else:
+                registry.move_key(&self.core, registry.primary(source), target, digest)
+        holder.block = source
+        while True:
+            holder.extra = reverse_index.first(&self.core.index, source)
+            if holder.extra == NO_RECORD:
+                break
+            registry.move_key(&self.core, holder, target, digest)
+        self.after()
+        return 0
+
+    def _insert_block_hash(self, block_hash_with_group_id, block, num_tokens):
+        """Register a block under a key (digest and group); nothing if it already is."""
+        self.insert_key(block_hash_with_group_id, self.own_id(block), num_tokens)
+        self.after()
+
+    # Eviction and reset -------------------------------------------------------------------
+
+    def _maybe_evict_cached_block(self, block):
+        """Take all keys of a block away. Whether there were any."""
+        cdef bint evicted = self.evict(self.own_id(block))
+        self.after()
+        return evicted
+
+    def evict_blocks(self, block_ids):
+        """Take all keys of some blocks away; blocks that are held stay held.
+
+        Args:
+            block_ids: Iterable of block ids.
+
+        Raises:
+            BlockIdError: An id is out of range; nothing was changed.
+        """
+        ids = [self.check_id(id) for id in block_ids]
+        for id in ids:
+            self.evict(id)
+        self.after()
+
+    def evict_ids(self, ids):
+        """As `evict_blocks`, with an array of block ids.
+
+        Returns:
+            Number of blocks that had keys.
+        """
+        cdef IdBatch batch = read_ids(ids, self.core.blocks.num_blocks)
+        cdef unsigned long long before = self.num_evicted_blocks
+        cdef size_t i
+        if self.metrics_collector is None and not self.enable_kv_cache_events:
+            for i in range(batch.count):
+                registry.prefetch_keys(&self.core, batch.ids[i])
+            self.num_evicted_blocks += evict_run(&self.core, batch.ids, batch.count)
+        else:
+            for i in range(batch.count):
+                self.evict(batch.ids[i])
+        self.after()
+        return self.num_evicted_blocks - before
+
+    def reset_prefix_cache(self):
+        """Forget all keys, and give back the memory that they took.
+
+        Returns:
+            False, with a warning in the log, while a block other than the null block is held.
+        """
+        cdef uint32_t held = self.core.blocks.num_blocks - self.core.queue.num_free
+        if held != 1:
+            self.logger.warning(
+                "Failed to reset prefix cache because some blocks (%d) are not freed yet",
+                held - 1,
+            )
+            return False
+        self.forget_keys()
+        try:
+            if self._reuse_watchers:
+                self.notify_reuse([self.handle(id) for id in list(self._reuse_watchers)])
+        finally:
+            # A watcher may have registered something: nothing of it survives the reset.
+            self.forget_keys()
+            if self.metrics_collector is not None:
+                self.metrics_collector.reset()
+            self.logger.info("Successfully reset prefix cache")
+            if self.enable_kv_cache_events:
+                self.kv_event_queue.append(self.types_of_events().AllBlocksCleared())
+        self.after()
+        return True
+
+    cdef int forget_keys(self) except -1:
+        cdef uint32_t num_blocks = self.core.blocks.num_blocks
+        if self.num_exports and self.core.blocks.stride:
+            # Somebody looks at the key columns, which would go.
+            raise BufferError(
+                f"{self.num_exports} numpy views of the key columns are alive: "
+                "delete them before the reset"
+            )
+        registry.drop_key_storage(&self.core)
+        self.hash_width = 0
+        return 0
+
+    # Events -------------------------------------------------------------------------------
+
+    cdef object types_of_events(self):
+        if self.event_types is not None:
+            return self.event_types
+        from cpool.events import types
+        return types
+
+    cdef object make_stored(
+        self, object request, list digests, object parent, object start, object end,
+        object block_size, object group, list ranges,
+    ):
+        types = self.types_of_events()
+        extra_keys = []
+        mm_index = 0
+        if start and getattr(request, "mm_features", None):
+            mm_index = types.first_mm_index(request, start, end)
+        for block_start, block_end in ranges:
+            block_keys, mm_index = types.block_extra_keys(
+                request, block_start, block_end, mm_index
+            )
+            extra_keys.append(block_keys)
+        lora = request.lora_request
+        return types.BlockStored(
+            block_hashes=[types.external_hash(digest) for digest in digests],
+            parent_block_hash=None if parent is None else types.external_hash(parent),
+            token_ids=request.all_token_ids[start:end],
+            block_size=block_size,
+            lora_id=lora.adapter_id if lora else None,
+            medium=self.medium,
+            lora_name=lora.name if lora else None,
+            extra_keys=types.event_extra_keys(extra_keys),
+            group_idx=group,
+            session_id=getattr(request, "session_id", None),
+        )
+
+    cdef object make_stored_batch(
+        self, list digests, object parent, object token_ids, object block_size, object group
+    ):
+        types = self.types_of_events()
+        return types.BlockStored(
+            block_hashes=[types.external_hash(digest) for digest in digests],
+            parent_block_hash=None if parent is None else types.external_hash(parent),
+            token_ids=[] if token_ids is None else list(token_ids),
+            block_size=block_size,
+            lora_id=None,
+            medium=self.medium,
+            lora_name=None,
+            extra_keys=types.event_extra_keys([None] * len(digests)),
+            group_idx=group,
+            session_id=None,
+        )
+
+    cdef int emit_removed(self, list removed) except -1:
+        types = self.types_of_events()
+        for key in removed:
+            width = len(key) - 4
+            self.kv_event_queue.append(
+                types.BlockRemoved(
+                    block_hashes=[types.external_hash(key[:width])],
+                    medium=self.medium,
+                    group_idx=int.from_bytes(key[width:], "big"),
+                )
+            )
+        return 0
+
+    def emit_cached_block_events(
+        self, request, num_cached_blocks, block_size, kv_cache_group_id
+    ):
+        """Report blocks that a request reuses as stored, without changing anything.
+
+        Args:
+            request: As in `cache_full_blocks`.
+            num_cached_blocks: Number of blocks from the start that were hits.
+            block_size: Tokens in a block.
+            kv_cache_group_id: Group of the blocks.
+        """
+        cdef int64_t count = read_count(num_cached_blocks, "num_cached_blocks", 0, 1 << 40)
+        cdef uint64_t size = read_count(block_size, "block_size", 1, MAX_NUM_TOKENS)
+        cdef Py_ssize_t scale
+        if not self.enable_kv_cache_events or count == 0:
+            return
+        hashes = self.hash_sequence(request, size, &scale)
+        self.kv_event_queue.append(
+            self.make_stored(
+                request, [hashes[(i + 1) * scale - 1] for i in range(count)], None, 0,
+                count * size, size, read_group(kv_cache_group_id),
+                [(i * size, (i + 1) * size) for i in range(count)],
+            )
+        )
+
+    def take_events(self):
+        """All events since the last call, as a list of the caller's own; [] with events off."""
+        if not self.enable_kv_cache_events:
+            return []
+        events = self.kv_event_queue
+        self.kv_event_queue = []
+        return events
+
+    # What the pool holds ------------------------------------------------------------------
+
+    @property
+    def nbytes(self):
+        """Bytes of all arrays, as asked of the allocator."""
+        return registry.nbytes(&self.core) + self.handles_array.nbytes
+
+    def __sizeof__(self):
+        return object.__sizeof__(self) + self.nbytes
+
+    @property
+    def num_cached_keys(self):
+        """Number of distinct keys."""
+        return self.core.table.num_used
+
+    @property
+    def num_registrations(self):
+        """Number of (key, block) pairs."""
+        return self.core.num_registrations
+
+    @property
+    def ref_cnts(self):
+        """(num_gpu_blocks,) int32, read-only view: holders of each block."""
+        return view_column(
+            self, self.core.blocks.ref_cnt, 4 * self.core.blocks.num_blocks, np.int32, False
+        )
+
+    @property
+    def key_num_tokens(self):
+        """(num_gpu_blocks,) uint32, read-only view: tokens that each primary key covers.
+
+        Zero without a key. While a view is alive the prefix cache cannot be reset.
+        """
+        if self.core.blocks.num_tokens == NULL:
+            result = np.zeros(self.core.blocks.num_blocks, dtype=np.uint32)
+            result.flags.writeable = False
+            return result
+        return view_column(
+            self, self.core.blocks.num_tokens, 4 * self.core.blocks.num_blocks, np.uint32, True
+        )
+
+    @property
+    def free_queue_links(self):
+        """(num_gpu_blocks + 1, 2) uint32, read-only view: previous and next free block.
+
+        The last row is the queue's end: its next is the head, its previous the tail. Both are
+        2**32 - 1 for a block outside the queue.
+        """
+        return view_column(
+            self, self.core.queue.links, 8 * (self.core.blocks.num_blocks + 1), np.uint32, False
+        ).reshape(-1, 2)
+
+    def free_queue_ids(self):
+        """(num_free,) uint32 array: the free blocks in the order of eviction."""
+        cdef Py_buffer view
+        cdef block_id_t* ids
+        cdef block_id_t id = self.core.queue.end
+        cdef uint32_t i
+        result = empty(self.core.queue.num_free, uint32_dtype)
+        ids = <block_id_t*>new_array(result, &view)
+        for i in range(self.core.queue.num_free):
+            id = free_queue.next_of(&self.core.queue, id)
+            ids[i] = id
+        return result
+
+    def check_consistency(self):
+        """Look at every invariant of every structure; takes time in proportion to the pool.
+
+        Raises:
+            AssertionError: One does not hold. That is a bug in cpool, or counts and links
+                were written from outside.
+        """
+        check.check(&self.core)
+
+
+if CPOOL_DEBUG:
+    class _testing:
+        """Debug builds only: makes our allocations fail."""
+
+        @staticmethod
+        def fail_allocation(long countdown):
+            """The ``countdown``-th allocation from now fails; 0: none does."""
+            memory.fail_countdown = countdown
+
+        @staticmethod
+        def num_allocations():
+            """Allocations asked for since the start."""
+            return memory.num_allocations

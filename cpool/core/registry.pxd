@@ -1,0 +1,573 @@
+# SPDX-License-Identifier: Apache-2.0
+# Who holds which key: the one place that joins blocks, table, shared keys and reverse index.
+#
+# A *registration* makes one block findable under one key. The first one of a block is its
+# primary key (in the block's own columns), the rest are extra keys (records of the reverse
+# index). A cell of the table names the holder:
+#
+#     PRIMARY | block   the block's primary key            digest: the block's slot
+#     EXTRA | block     one of the block's extra keys      digest: a record in its row
+#     SHARED | key      several blocks, in their order     digest: the shared key
+#
+# Functions that return int may fail and then have changed nothing; all others can't fail once
+# reserve() was called for the registrations that they add.
+from cpool.core cimport blocks, free_queue, keys, memory, reverse_index, shared_keys, table
+from cpool.core.blocks cimport Blocks
+from cpool.core.free_queue cimport FreeQueue
+from cpool.core.keys cimport Key, Space, hash_key, same_digest, MAX_SPACES, NUM_SEED_WORDS
+from cpool.core.memory cimport Arena, Array, prefetch, prefetch_write
+from cpool.core.reverse_index cimport Extra, ReverseIndex
+from cpool.core.shared_keys cimport Member, SharedKeys
+from cpool.core.table cimport Table
+from cpool.core.types cimport (
+    block_id_t, hash_t, int64_t, record_id_t, ref_t, space_t, uint8_t, uint32_t, uint64_t,
+    EXTRA, INDEX_MASK, LOOSE_FLAG, NO_RECORD, NO_TOKENS_FLAG, PRIMARY, SHARED, SHARED_FLAG,
+    SPACE_MASK,
+)
+from libc.string cimport memcpy, memset
+
+cdef enum:
+    # Keys in flight at once in a batch: enough to hide the latency of memory, few enough to
+    # stay in the first-level cache.
+    PIPELINE = 32
+
+
+cdef struct Core:
+    Blocks blocks
+    FreeQueue queue
+    Table table
+    SharedKeys shared
+    ReverseIndex index
+    Array spaces_array
+    Space* spaces           # spaces[0] is not used
+    uint32_t num_spaces     # one past the highest in use; 0 while there is none
+    uint64_t num_registrations
+    uint64_t seed[36]       # random words of the table's hash
+
+
+cdef struct Holder:
+    block_id_t block
+    record_id_t extra       # its record, NO_RECORD for the block's primary key
+
+
+cdef inline int init(Core* core, uint32_t num_blocks) except -1:
+    # `core` is zero-filled. What was allocated before a failure is freed by release().
+    shared_keys.init(&core.shared, 0, 0)
+    reverse_index.init(&core.index, 0, 0)
+    blocks.init(&core.blocks, num_blocks)
+    free_queue.init(&core.queue, num_blocks)
+    return 0
+
+
+cdef inline void drop_key_storage(Core* core) noexcept:
+    # Forgets every key and gives back all that was allocated for keys.
+    table.release(&core.table)
+    shared_keys.release(&core.shared)
+    reverse_index.release(&core.index)
+    blocks.drop_key_columns(&core.blocks)
+    memory.release(&core.spaces_array)
+    core.spaces = NULL
+    core.num_spaces = 0
+    core.num_registrations = 0
+
+
+cdef inline void release(Core* core) noexcept:
+    drop_key_storage(core)
+    free_queue.release(&core.queue)
+    blocks.release(&core.blocks)
+
+
+cdef inline size_t nbytes(const Core* core) noexcept:
+    return (
+        blocks.nbytes(&core.blocks) + core.queue.array.nbytes + core.table.array.nbytes
+        + shared_keys.nbytes(&core.shared) + reverse_index.nbytes(&core.index)
+        + core.spaces_array.nbytes
+    )
+
+
+# Spaces -----------------------------------------------------------------------------------
+
+cdef inline space_t find_space(const Core* core, uint32_t group, uint32_t width) noexcept:
+    # 0 when nothing was ever registered there.
+    cdef uint32_t i
+    for i in range(1, core.num_spaces):
+        if core.spaces[i].group == group and core.spaces[i].width == width:
+            return <space_t>i
+    return 0
+
+
+cdef inline int intern_space(Core* core, uint32_t group, uint32_t width) except -1:
+    # The space of (group, width), above 0.
+    cdef space_t known = find_space(core, group, width)
+    cdef uint32_t capacity
+    cdef Array fresh
+    if known:
+        return known
+    capacity = 0
+    if core.spaces != NULL:
+        capacity = <uint32_t>((core.spaces_array.nbytes - memory.CACHE_LINE) // sizeof(Space))
+    if core.num_spaces > MAX_SPACES:
+        raise ValueError(
+            f"kv_cache_group_id {group} would be pair {core.num_spaces} of group and hash "
+            f"width in this pool; it can tell {MAX_SPACES} apart"
+        )
+    if max(core.num_spaces, 1) >= capacity:
+        memory.allocate(&fresh, 2 * capacity if capacity else 8, sizeof(Space))
+        if core.num_spaces:
+            memcpy(fresh.data, core.spaces, core.num_spaces * sizeof(Space))
+        memory.release(&core.spaces_array)
+        core.spaces_array = fresh
+        core.spaces = <Space*>fresh.data
+    if core.num_spaces == 0:
+        core.num_spaces = 1
+    core.spaces[core.num_spaces].group = group
+    core.spaces[core.num_spaces].width = width
+    core.spaces[core.num_spaces].salt = keys.salt_of(group, width, core.seed)
+    core.num_spaces += 1
+    return core.num_spaces - 1
+
+
+cdef inline hash_t hash_of(const Core* core, const Key* key) noexcept:
+    cdef const Space* space = &core.spaces[key.space]
+    return hash_key(key.digest, space.width, space.salt, core.seed)
+
+
+# Digests and their slots ------------------------------------------------------------------
+
+cdef inline uint8_t* slot_of(const Core* core, Holder holder) noexcept:
+    if holder.extra == NO_RECORD:
+        return blocks.digest_slot(&core.blocks, holder.block)
+    return reverse_index.digest_slot(&core.index, holder.extra)
+
+
+cdef inline space_t flagged_space(const Core* core, Holder holder) noexcept:
+    if holder.extra == NO_RECORD:
+        return core.blocks.space[holder.block] if core.blocks.space != NULL else 0
+    return reverse_index.extra(&core.index, holder.extra).space
+
+
+cdef inline void set_flagged_space(Core* core, Holder holder, space_t space) noexcept:
+    if holder.extra == NO_RECORD:
+        core.blocks.space[holder.block] = space
+    else:
+        reverse_index.extra(&core.index, holder.extra).space = space
+
+
+cdef inline uint32_t num_tokens_of(const Core* core, Holder holder) noexcept:
+    if holder.extra == NO_RECORD:
+        return core.blocks.num_tokens[holder.block]
+    return reverse_index.extra(&core.index, holder.extra).num_tokens
+
+
+cdef inline record_id_t member_of(const Core* core, Holder holder) noexcept:
+    # Only where SHARED_FLAG is set.
+    cdef record_id_t id
+    memcpy(&id, slot_of(core, holder), sizeof(record_id_t))
+    return id
+
+
+cdef inline Key key_of(const Core* core, Holder holder) noexcept:
+    # The holder's key; its space is 0 when the block has no primary key.
+    cdef Key key
+    cdef space_t space = flagged_space(core, holder)
+    key.space = space & SPACE_MASK
+    if space & SHARED_FLAG:
+        key.digest = shared_keys.digest(
+            &core.shared, shared_keys.member(&core.shared, member_of(core, holder)).key
+        )
+    else:
+        key.digest = slot_of(core, holder)
+    return key
+
+
+cdef inline ref_t ref_of(Holder holder) noexcept:
+    return (PRIMARY if holder.extra == NO_RECORD else <ref_t>EXTRA) | holder.block
+
+
+cdef inline Holder primary(block_id_t block) noexcept:
+    cdef Holder holder
+    holder.block = block
+    holder.extra = NO_RECORD
+    return holder
+
+
+cdef inline bint has_primary(const Core* core, block_id_t block) noexcept:
+    return core.blocks.space != NULL and core.blocks.space[block] != 0
+
+
+# Look-ups ---------------------------------------------------------------------------------
+
+cdef inline bint names(const Core* core, ref_t ref, const Key* key, Holder* holder) noexcept:
+    # Whether the cell `ref` is that of `key`; its first holder if so. Keys are compared whole.
+    cdef uint32_t index = ref & INDEX_MASK
+    cdef uint32_t width = core.spaces[key.space].width
+    cdef ref_t tag = ref & ~<ref_t>INDEX_MASK
+    cdef const Member* member
+    cdef record_id_t id
+    cdef const Extra* extra
+    if tag == PRIMARY:
+        holder.block = index
+        holder.extra = NO_RECORD
+        return (core.blocks.space[index] & SPACE_MASK) == key.space and same_digest(
+            blocks.digest_slot(&core.blocks, index), key.digest, width
+        )
+    if tag == <ref_t>SHARED:
+        if shared_keys.key(&core.shared, index).space != key.space or not same_digest(
+            shared_keys.digest(&core.shared, index), key.digest, width
+        ):
+            return False
+        member = shared_keys.member(&core.shared, shared_keys.key(&core.shared, index).first)
+        holder.block = member.block
+        holder.extra = member.extra
+        return True
+    id = reverse_index.first(&core.index, index)
+    while id != NO_RECORD:
+        extra = reverse_index.extra(&core.index, id)
+        if (extra.space & (SPACE_MASK | SHARED_FLAG)) == key.space and same_digest(
+            reverse_index.digest_slot(&core.index, id), key.digest, width
+        ):
+            holder.block = index
+            holder.extra = id
+            return True
+        id = extra.next
+    return False
+
+
+cdef inline ref_t find(
+    const Core* core, const Key* key, hash_t hash, Holder* holder, uint64_t* place
+) noexcept:
+    # The key's cell and its first holder, or 0.
+    cdef ref_t ref
+    if core.table.num_used == 0:
+        return 0
+    place[0] = table.seek(&core.table, hash)
+    while table.holds(&core.table, place[0], hash):
+        ref = <ref_t>core.table.cells[place[0]]
+        if names(core, ref, key, holder):
+            return ref
+        place[0] = table.following(&core.table, place[0])
+    return 0
+
+
+cdef inline bint find_first(const Core* core, const Key* key, Holder* holder) noexcept:
+    cdef uint64_t place
+    return key.space != 0 and find(core, key, hash_of(core, key), holder, &place) != 0
+
+
+cdef inline bint is_member(const Core* core, record_id_t key_id, Holder holder) noexcept:
+    return (flagged_space(core, holder) & SHARED_FLAG) != 0 and (
+        shared_keys.member(&core.shared, member_of(core, holder)).key == key_id
+    )
+
+
+cdef inline bint find_held_by(
+    const Core* core, const Key* key, block_id_t block, Holder* holder
+) noexcept:
+    # Whether the table maps `key` to `block`, first or not; through which registration.
+    cdef uint64_t place
+    cdef ref_t ref
+    if key.space == 0:
+        return False
+    ref = find(core, key, hash_of(core, key), holder, &place)
+    if ref == 0:
+        return False
+    if (ref & ~<ref_t>INDEX_MASK) != <ref_t>SHARED:
+        return holder.block == block
+    holder[0] = primary(block)
+    if is_member(core, ref & INDEX_MASK, holder[0]):
+        return True
+    holder.extra = reverse_index.first(&core.index, block)
+    while holder.extra != NO_RECORD:
+        if is_member(core, ref & INDEX_MASK, holder[0]):
+            return True
+        holder.extra = reverse_index.extra(&core.index, holder.extra).next
+    return False
+
+
+cdef inline void prefetch_holder(const Core* core, ref_t ref) noexcept:
+    cdef uint32_t index = ref & INDEX_MASK
+    cdef ref_t tag = ref & ~<ref_t>INDEX_MASK
+    if tag == PRIMARY:
+        prefetch(&core.blocks.space[index])
+        prefetch(blocks.digest_slot(&core.blocks, index))
+    elif tag == <ref_t>SHARED:
+        prefetch(shared_keys.key(&core.shared, index))
+
+
+cdef inline size_t find_batch(
+    const Core* core, const uint8_t* digests, size_t row_bytes, size_t count, space_t space,
+    uint32_t multiple_of, bint stop_at_miss, int64_t* found,
+) noexcept:
+    # found[i] = first holder of row i or -1; returns how many rows were answered. With
+    # `multiple_of` a holder counts only if it covers a multiple of that many tokens.
+    cdef hash_t hashes[PIPELINE]
+    cdef uint64_t places[PIPELINE]
+    cdef size_t start = 0, width, i
+    cdef uint64_t place
+    cdef Holder holder
+    cdef Key key
+    key.space = space
+    while start < count:
+        width = min(count - start, <size_t>PIPELINE)
+        for i in range(width):
+            key.digest = digests + (start + i) * row_bytes
+            hashes[i] = hash_of(core, &key)
+            prefetch(&core.table.cells[table.home(&core.table, hashes[i])])
+        for i in range(width):
+            places[i] = table.seek(&core.table, hashes[i])
+            if table.holds(&core.table, places[i], hashes[i]):
+                prefetch_holder(core, <ref_t>core.table.cells[places[i]])
+        for i in range(width):
+            key.digest = digests + (start + i) * row_bytes
+            place = places[i]
+            found[start + i] = -1
+            while table.holds(&core.table, place, hashes[i]):
+                if names(core, <ref_t>core.table.cells[place], &key, &holder):
+                    if multiple_of == 0 or covers_multiple(core, holder, multiple_of):
+                        found[start + i] = holder.block
+                    break
+                place = table.following(&core.table, place)
+            if stop_at_miss and found[start + i] < 0:
+                return start + i
+        start += width
+    return count
+
+
+cdef inline bint covers_multiple(const Core* core, Holder holder, uint32_t tokens) noexcept:
+    return (flagged_space(core, holder) & NO_TOKENS_FLAG) == 0 and (
+        num_tokens_of(core, holder) % tokens == 0
+    )
+
+
+# Changes ----------------------------------------------------------------------------------
+
+cdef inline int widen(Core* core, uint32_t stride) except -1:
+    # Makes room in every slot for longer digests.
+    cdef Array digest
+    cdef Arena shared, extras
+    memory.allocate(&digest, core.blocks.num_blocks, stride)
+    try:
+        memory.arena_widen(&shared, &core.shared.keys, sizeof(shared_keys.SharedKey) + stride)
+        try:
+            memory.arena_widen(&extras, &core.index.extras, sizeof(Extra) + stride)
+        except MemoryError:
+            memory.arena_release(&shared)
+            raise
+    except MemoryError:
+        memory.release(&digest)
+        raise
+    # Nothing below can fail.
+    blocks.copy_slots(
+        <uint8_t*>digest.data, stride, core.blocks.digest, core.blocks.stride,
+        core.blocks.num_blocks,
+    )
+    memory.release(&core.blocks.digest_array)
+    core.blocks.digest_array = digest
+    core.blocks.digest = <uint8_t*>digest.data
+    core.blocks.stride = stride
+    memory.arena_release(&core.shared.keys)
+    core.shared.keys = shared
+    memory.arena_release(&core.index.extras)
+    core.index.extras = extras
+    return 0
+
+
+cdef inline uint32_t chunk_shift_for(uint32_t num_blocks) noexcept:
+    # Chunks of 1/16 of the pool, from 16 to 4,096 records.
+    cdef uint32_t shift = 4
+    while shift < 12 and (<uint32_t>16 << shift) < num_blocks:
+        shift += 1
+    return shift
+
+
+cdef inline int prepare_keys(Core* core, uint32_t width) except -1:
+    # Afterwards slots for digests of `width` bytes exist.
+    cdef uint32_t stride = (width + 7) & ~<uint32_t>7
+    cdef uint32_t shift
+    if stride < 8:
+        stride = 8
+    if core.blocks.stride == 0:
+        blocks.add_key_columns(&core.blocks, stride)
+        shift = chunk_shift_for(core.blocks.num_blocks)
+        shared_keys.init(&core.shared, stride, shift)
+        reverse_index.init(&core.index, stride, shift)
+    elif stride > core.blocks.stride:
+        widen(core, stride)
+    return 0
+
+
+cdef inline int reserve(
+    Core* core, uint32_t group, uint32_t width, size_t count, size_t num_extra
+) except -1:
+    # Afterwards `count` registrations in that space can't fail, `num_extra` of them as extra
+    # keys. Returns the space. At worst each of them is the second holder of a key.
+    cdef int space
+    prepare_keys(core, width)
+    space = intern_space(core, group, width)
+    table.reserve(&core.table, count, core.blocks.num_blocks)
+    reverse_index.reserve(&core.index, core.blocks.num_blocks, num_extra)
+    memory.arena_reserve(&core.shared.keys, count)
+    memory.arena_reserve(&core.shared.members, 2 * count)
+    return space
+
+
+cdef inline void trim(Core* core) noexcept:
+    # After a large batch: what was reserved for the worst case and not needed.
+    memory.arena_trim(&core.shared.keys)
+    memory.arena_trim(&core.shared.members)
+    memory.arena_trim(&core.index.extras)
+
+
+cdef inline void join_shared(Core* core, record_id_t key_id, Holder holder) noexcept:
+    cdef record_id_t id = shared_keys.append(&core.shared, key_id, holder.block, holder.extra)
+    memcpy(slot_of(core, holder), &id, sizeof(record_id_t))
+    set_flagged_space(core, holder, flagged_space(core, holder) | SHARED_FLAG)
+
+
+cdef inline void link(Core* core, Holder holder, hash_t hash) noexcept:
+    # The table learns that `holder`, whose slot has the digest, holds its key.
+    cdef Key key = key_of(core, holder)
+    cdef Holder other
+    cdef uint64_t place
+    cdef record_id_t shared_id
+    cdef ref_t ref = find(core, &key, hash, &other, &place)
+    core.num_registrations += 1
+    if ref == 0:
+        table.insert(&core.table, hash, ref_of(holder))
+        return
+    if (ref & ~<ref_t>INDEX_MASK) == <ref_t>SHARED:
+        join_shared(core, ref & INDEX_MASK, holder)
+        return
+    shared_id = shared_keys.create(
+        &core.shared, key.space, key.digest, core.spaces[key.space].width
+    )
+    join_shared(core, shared_id, other)
+    join_shared(core, shared_id, holder)
+    core.table.cells[place] = table.make_cell(hash, <ref_t>SHARED | shared_id)
+
+
+cdef inline void unlink(Core* core, Holder holder) noexcept:
+    # The table forgets `holder`; its slot has the digest again.
+    cdef Key key = key_of(core, holder)
+    cdef hash_t hash = hash_of(core, &key)
+    cdef space_t space = flagged_space(core, holder)
+    cdef record_id_t id, shared_id
+    cdef Holder heir
+    cdef uint32_t width = core.spaces[key.space].width
+    core.num_registrations -= 1
+    if not space & SHARED_FLAG:
+        table.remove_at(&core.table, table.find_cell(&core.table, hash, ref_of(holder)))
+        return
+    id = member_of(core, holder)
+    shared_id = shared_keys.member(&core.shared, id).key
+    memcpy(slot_of(core, holder), key.digest, width)
+    set_flagged_space(core, holder, space & ~<space_t>SHARED_FLAG)
+    shared_keys.remove(&core.shared, id)
+    if shared_keys.key(&core.shared, shared_id).num_members > 1:
+        return
+    # One holder is left: it takes the key back into its own slot.
+    id = shared_keys.key(&core.shared, shared_id).first
+    heir.block = shared_keys.member(&core.shared, id).block
+    heir.extra = shared_keys.member(&core.shared, id).extra
+    memcpy(slot_of(core, heir), key.digest, width)
+    set_flagged_space(core, heir, flagged_space(core, heir) & ~<space_t>SHARED_FLAG)
+    core.table.cells[
+        table.find_cell(&core.table, hash, <ref_t>SHARED | shared_id)
+    ] = table.make_cell(hash, ref_of(heir))
+    shared_keys.remove(&core.shared, id)
+    memory.give_back(&core.shared.keys, shared_id)
+
+
+cdef inline void write_primary(
+    Core* core, block_id_t block, const Key* key, space_t flags, uint32_t num_tokens
+) noexcept:
+    memcpy(
+        blocks.digest_slot(&core.blocks, block), key.digest, core.spaces[key.space].width
+    )
+    core.blocks.space[block] = key.space | flags
+    core.blocks.num_tokens[block] = num_tokens
+
+
+cdef inline void register(
+    Core* core, block_id_t block, const Key* key, hash_t hash, space_t flags,
+    uint32_t num_tokens,
+) noexcept:
+    # After reserve(); the table does not map `key` to `block` yet. The block's first key
+    # becomes its primary key.
+    cdef Holder holder = primary(block)
+    if core.blocks.space[block] == 0:
+        write_primary(core, block, key, flags, num_tokens)
+    else:
+        holder.extra = reverse_index.append(&core.index, block, key.space | flags, num_tokens)
+        memcpy(slot_of(core, holder), key.digest, core.spaces[key.space].width)
+    link(core, holder, hash)
+
+
+cdef inline void drop_extra(Core* core, Holder holder) noexcept:
+    unlink(core, holder)
+    reverse_index.remove(&core.index, holder.block, holder.extra)
+
+
+cdef inline void drop_primary(Core* core, block_id_t block) noexcept:
+    if not core.blocks.space[block] & LOOSE_FLAG:
+        unlink(core, primary(block))
+    core.blocks.space[block] = 0
+    core.blocks.num_tokens[block] = 0
+
+
+cdef inline uint32_t drop_keys(Core* core, block_id_t block) noexcept:
+    # All keys of a block leave, the primary one first. Returns how many the table knew.
+    cdef uint64_t before = core.num_registrations
+    cdef Holder holder
+    if has_primary(core, block):
+        drop_primary(core, block)
+    holder.block = block
+    while True:
+        holder.extra = reverse_index.first(&core.index, block)
+        if holder.extra == NO_RECORD:
+            break
+        drop_extra(core, holder)
+    return <uint32_t>(before - core.num_registrations)
+
+
+cdef inline size_t drop_keys_of(Core* core, const block_id_t* ids, size_t count) noexcept:
+    # As drop_keys for each, with the cells on their way before they are needed. Call with at
+    # most PIPELINE ids whose columns were prefetched, once key columns exist. Returns how many
+    # of the blocks the table knew.
+    cdef size_t i, num_known = 0
+    cdef Key key
+    for i in range(count):
+        if core.blocks.space[ids[i]]:
+            key = key_of(core, primary(ids[i]))
+            prefetch_write(
+                &core.table.cells[table.home(&core.table, hash_of(core, &key))]
+            )
+    for i in range(count):
+        if core.blocks.space[ids[i]] or reverse_index.first(&core.index, ids[i]) != NO_RECORD:
+            num_known += drop_keys(core, ids[i]) != 0
+    return num_known
+
+
+cdef inline void prefetch_keys(const Core* core, block_id_t block) noexcept:
+    if core.blocks.space != NULL:
+        prefetch(&core.blocks.space[block])
+        prefetch(blocks.digest_slot(&core.blocks, block))
+
+
+cdef inline bint move_key(
+    Core* core, Holder source, block_id_t target, uint8_t* digest
+) noexcept:
+    # One registration goes from one block to another, behind the key's other holders.
+    # `digest` has room for MAX_HASH_BYTES. Needs no memory: it gives back what it takes.
+    cdef Key key = key_of(core, source)
+    cdef space_t flags = flagged_space(core, source) & NO_TOKENS_FLAG
+    cdef uint32_t num_tokens = num_tokens_of(core, source)
+    cdef hash_t hash = hash_of(core, &key)
+    memcpy(digest, key.digest, core.spaces[key.space].width)
+    key.digest = digest
+    if source.extra == NO_RECORD:
+        drop_primary(core, source.block)
+    else:
+        drop_extra(core, source)
+    register(core, target, &key, hash, flags, num_tokens)
+    return True
