@@ -17,4 +17,12 @@ from cpool.vllm.installation import (
     uninstall,
 )
 
-__all__ = ["ContractDrift", "Installation", "install", "installation", "is_installed", "plugin", "uninstall"]
+__all__ = [
+    "ContractDrift",
+    "Installation",
+    "install",
+    "installation",
+    "is_installed",
+    "plugin",
+    "uninstall",
+]

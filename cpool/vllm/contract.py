@@ -55,9 +55,10 @@ class Contract:
         """Returns one line per entry in which ``found`` differs."""
         names = sorted(self.entries.keys() | found.keys())
         return [
-            f"{name}: {self.entries.get(name, 'absent')} expected, {found.get(name, 'absent')} found"
+            f"{name}: {expected} expected, {at_hand} found"
             for name in names
-            if self.entries.get(name) != found.get(name)
+            if (expected := self.entries.get(name, "absent"))
+            != (at_hand := found.get(name, "absent"))
         ]
 
 
@@ -93,8 +94,7 @@ def find_contract(version: str, found: dict[str, str]) -> Contract:
     releases = ", ".join(contract.release for contract in reversed(contracts))
     raise ContractDrift(
         f"vLLM {version} is none of the releases that cpool was tested with ({releases}). "
-        f"Against {nearest.release} it differs in:\n  "
-        + "\n  ".join(nearest.drift(found))
+        f"Against {nearest.release} it differs in:\n  " + "\n  ".join(nearest.drift(found))
     )
 
 

@@ -115,15 +115,17 @@ def run_a_request(manager: Any) -> dict[str, Any]:
 def describe_pool(pool: Any) -> dict[str, Any]:
     import cpool
 
-    kind = type(pool)
     ours = isinstance(pool, cpool.BlockPool)
-    core = sys.modules[cpool.BlockPool.__module__].__file__ if ours else "not in use"
     return {
         "on cpool": ours,
-        "pool that vLLM built": f"{kind.__module__}.{kind.__qualname__}, {pool.num_gpu_blocks} blocks",
-        "block handle": f"{type(pool.null_block).__module__}.{type(pool.null_block).__qualname__}",
-        "core": core,
+        "pool that vLLM built": f"{qualified_name(type(pool))}, {pool.num_gpu_blocks} blocks",
+        "block": qualified_name(type(pool.null_block)),
+        "core": sys.modules[cpool.BlockPool.__module__].__file__ if ours else "not in use",
     }
+
+
+def qualified_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def inspect_process() -> dict[str, Any]:

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+
 @pytest.fixture
 def in_fresh_process(tmp_path):
     """Runs Python source in a process of its own and returns what it printed.

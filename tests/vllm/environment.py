@@ -86,7 +86,11 @@ def fetch_source(version: str, folder: Path) -> Path:
             run(sys.executable, "-m", "venv", tool)
             run(tool / "bin" / "python", "-m", "pip", "install", "-q", "unearth")
         run(
-            tool / "bin" / "unearth", f"vllm=={version}", "--no-binary", "-d", folder,
+            tool / "bin" / "unearth",
+            f"vllm=={version}",
+            "--no-binary",
+            "-d",
+            folder,
             stdout=subprocess.DEVNULL,
         )
         archives = sorted(folder.glob("vllm-*.tar.gz"))

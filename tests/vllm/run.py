@@ -40,14 +40,18 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--stock-only", action="store_true", help="stop after the first run")
     parser.add_argument("--rerun-stock", action="store_true", help="ignore its recorded result")
     parser.add_argument(
-        "--known-list", type=Path, metavar="FILE",
+        "--known-list",
+        type=Path,
+        metavar="FILE",
         help="names of tests that pass on stock, instead of a run on stock",
     )
     parser.add_argument("--write-list", type=Path, metavar="FILE", help="write such a list")
     parser.add_argument("--python", type=Path, help="of a ready environment with this vLLM")
     parser.add_argument("--archive", type=Path, help="vLLM's source archive, if at hand")
     parser.add_argument(
-        "--cpool", type=Path, metavar="DIR",
+        "--cpool",
+        type=Path,
+        metavar="DIR",
         help="folder to import cpool from (default: this repository, installed afresh)",
     )
     return parser.parse_args()
@@ -80,8 +84,17 @@ def run_suite(
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
     command = [
-        str(python), "-m", "pytest", "-q", "-p", "pool_proof", "-p", "no:cacheprovider",
-        "--continue-on-collection-errors", f"--timeout={SECONDS_PER_TEST}", "--tb=short",
+        str(python),
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "pool_proof",
+        "-p",
+        "no:cacheprovider",
+        "--continue-on-collection-errors",
+        f"--timeout={SECONDS_PER_TEST}",
+        "--tb=short",
     ]
     if workers > 1:
         command += ["-n", str(workers), "--dist", "loadfile"]
@@ -91,7 +104,10 @@ def run_suite(
         # A failing test is a result, not an error of this script.
         subprocess.run(
             [*command, *tests],
-            cwd=suite, env=os.environ | settings, stdout=output, stderr=subprocess.STDOUT,
+            cwd=suite,
+            env=os.environ | settings,
+            stdout=output,
+            stderr=subprocess.STDOUT,
             check=False,
         )
 
@@ -117,9 +133,7 @@ def passing_on_stock(
     if arguments.known_list:
         names = arguments.known_list.read_text().splitlines()
         known = {name for name in names if name and not name.startswith("#")}
-        return {
-            name for name in known if any(name.startswith(test.rstrip("/")) for test in tests)
-        }
+        return {name for name in known if any(name.startswith(test.rstrip("/")) for test in tests)}
     label = "-".join(arguments.sets or ["core", "offload"]) if not arguments.tests else "chosen"
     results = folder / "runs" / f"stock-{label}.jsonl"
     if arguments.rerun_stock or arguments.tests or not is_complete(results):

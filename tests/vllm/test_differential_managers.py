@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("vllm", reason="needs a vLLM: tests/vllm/run --own-tests")
 
 import torch
+from differential import Metrics, assert_same, build_managers, make_request, observe
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.kv_cache_interface import (
@@ -20,15 +21,11 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from differential import Metrics, assert_same, build_managers, make_request, observe
-
 BLOCK_SIZE = 4
 NUM_STEPS = 250
 MAX_TOKENS = 64
 
-full = FullAttentionSpec(
-    block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32
-)
+full = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
 window = SlidingWindowSpec(
     block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32, sliding_window=10
 )
@@ -46,19 +43,27 @@ mamba_with_drafts = MambaSpec(
     num_speculative_blocks=2,
 )
 CASES = {
-    "full attention": dict(specs=[full], hash_block_size=BLOCK_SIZE),
-    "full attention with EAGLE": dict(specs=[full], hash_block_size=BLOCK_SIZE, use_eagle=True),
-    "sliding window": dict(specs=[window], hash_block_size=BLOCK_SIZE),
-    "full and sliding window": dict(specs=[full, window], hash_block_size=BLOCK_SIZE),
-    "full and sliding window with EAGLE": dict(
-        specs=[full, window], hash_block_size=BLOCK_SIZE, use_eagle=True
-    ),
-    "two block sizes": dict(specs=[wide_full, window], hash_block_size=BLOCK_SIZE),
-    "Mamba with partial hits": dict(specs=[full, mamba], hash_block_size=2),
-    "Mamba with partial hits and EAGLE": dict(
-        specs=[full, mamba_with_drafts], hash_block_size=2, use_eagle=True
-    ),
-    "caching off": dict(specs=[full], hash_block_size=BLOCK_SIZE, enable_caching=False),
+    "full attention": {"specs": [full], "hash_block_size": BLOCK_SIZE},
+    "full attention with EAGLE": {
+        "specs": [full],
+        "hash_block_size": BLOCK_SIZE,
+        "use_eagle": True,
+    },
+    "sliding window": {"specs": [window], "hash_block_size": BLOCK_SIZE},
+    "full and sliding window": {"specs": [full, window], "hash_block_size": BLOCK_SIZE},
+    "full and sliding window with EAGLE": {
+        "specs": [full, window],
+        "hash_block_size": BLOCK_SIZE,
+        "use_eagle": True,
+    },
+    "two block sizes": {"specs": [wide_full, window], "hash_block_size": BLOCK_SIZE},
+    "Mamba with partial hits": {"specs": [full, mamba], "hash_block_size": 2},
+    "Mamba with partial hits and EAGLE": {
+        "specs": [full, mamba_with_drafts],
+        "hash_block_size": 2,
+        "use_eagle": True,
+    },
+    "caching off": {"specs": [full], "hash_block_size": BLOCK_SIZE, "enable_caching": False},
 }
 
 

@@ -7,9 +7,6 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs a vLLM: tests/vllm/run --own-tests")
 
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
-
 from differential import (
     Metrics,
     OurBlockPool,
@@ -18,6 +15,8 @@ from differential import (
     make_request,
     observe,
 )
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 HASH_BLOCK_SIZE = 2
 BLOCK_SIZE = 4
@@ -207,9 +206,7 @@ class PairOfPools:
         if not with_key or not without:
             return [None, None]
         return self.both(
-            lambda pool: pool.move_block_hashes(
-                pool.blocks[with_key[0]], pool.blocks[without[0]]
-            )
+            lambda pool: pool.move_block_hashes(pool.blocks[with_key[0]], pool.blocks[without[0]])
         )
 
     def evict_blocks(self) -> list:
@@ -278,8 +275,6 @@ def test_the_same_operations_leave_the_same_pools(seed):
         where = f"step {step} of seed {seed}: {operation.__name__}"
         assert ours == stock, f"results differ at {where}"
         assert pair.reused[1] == pair.reused[0], f"callbacks differ at {where}"
-        observed = [
-            observe(pool, pair.seen_keys, pool.take_events()) for pool in pair.pools
-        ]
+        observed = [observe(pool, pair.seen_keys, pool.take_events()) for pool in pair.pools]
         assert_same(*observed, where)
         pair.pools[1].check_consistency()
