@@ -8,7 +8,7 @@ warning and leaves vLLM's own pool in place. ``cpool doctor`` shows which pool i
 """
 
 from cpool.vllm.contract import ContractDrift
-from cpool.vllm.installation import (
+from cpool.vllm.swap import (
     Installation,
     install,
     installation,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from importlib.metadata import entry_points
 from typing import Any
 
-from cpool.vllm import contract, installation
+from cpool.vllm import contract, swap
 
 PLUGIN_GROUP = "vllm.general_plugins"
 BLOCK_SIZE = 16
@@ -52,7 +52,7 @@ def versions_and_settings() -> dict[str, Any]:
     allowed = os.environ.get("VLLM_PLUGINS")
     return {
         "cpool": cpool.__version__,
-        "vLLM": installation.vllm_version(),
+        "vLLM": swap.vllm_version(),
         "Python": platform.python_version(),
         "plugin": ", ".join(plugins) or f"not among the entry points of {PLUGIN_GROUP}",
         "VLLM_PLUGINS": "not set: all plugins are loaded" if allowed is None else allowed,
@@ -135,14 +135,14 @@ def inspect_process() -> dict[str, Any]:
         By name of the finding; "on cpool" is present only where the pool is imported, and says
         whether a pool built now would be cpool's.
     """
-    done = installation.installation()
+    done = swap.installation()
     findings: dict[str, Any] = {
         "contract": f"that of vLLM {done.contract}, kept by {done.vllm_version}"
         if done
         else "nothing was replaced"
     }
-    if installation.POOL_MODULE in sys.modules:
-        findings["on cpool"] = installation.is_installed()
+    if swap.POOL_MODULE in sys.modules:
+        findings["on cpool"] = swap.is_installed()
     if done:
         findings["replaced"] = ", ".join(
             f"{getattr(stock, '__qualname__', stock)}" for stock, _ in done.replacements
@@ -160,7 +160,7 @@ def bindings_of(objects: Sequence[object]) -> list[str]:
         for module_name, module in list(sys.modules.items())
         if module_name.partition(".")[0] == "vllm"
         for name, value in list(getattr(module, "__dict__", {}).items())
-        if id(value) in wanted and name not in installation.KEEP.get(module_name, ())
+        if id(value) in wanted and name not in swap.KEEP.get(module_name, ())
     )
 
 
