@@ -1,33 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-# The blocks: a struct of arrays, one element per block.
+# The blocks: arrays with one element per block, cut by use. What one operation touches
+# together lies together: a state is one read for allocate, touch and free, a key record and a
+# digest are one each for register and evict.
 #
-# ref_cnt exists always. The key columns exist from the first registration until the next
-# reset: a pool in which nobody registers pays nothing for them. A digest's slot is `stride`
-# bytes; when SHARED_FLAG is set its first four bytes name the member of a shared key instead.
+# The key columns exist from the first registration until the next reset: a pool in which
+# nobody registers pays nothing for them. A digest's slot is `stride` bytes; when SHARED_FLAG
+# is set its first four bytes name the member of a shared key instead.
 from cpool.core cimport memory
 from cpool.core.memory cimport Array
-from cpool.core.types cimport (
-    block_id_t, int32_t, record_id_t, space_t, uint8_t, uint32_t,
-)
+from cpool.core.types cimport BlockState, block_id_t, space_t, uint8_t, uint32_t
 from libc.string cimport memcpy
+
+
+cdef packed struct PrimaryKey:
+    uint32_t num_tokens     # that the primary key covers
+    space_t space           # of the primary key, with its flags; 0 without a key
 
 
 cdef struct Blocks:
     uint32_t num_blocks
-    int32_t* ref_cnt        # holders; 0 in the free queue; of the null block: meaningless
-    uint32_t* num_tokens    # that the primary key covers
-    space_t* space          # of the primary key, with its flags; 0 without a key
-    uint8_t* digest         # of the primary key, num_blocks * stride bytes
     uint32_t stride         # bytes of a digest slot, a multiple of 8; 0 without key columns
-    Array ref_cnt_array
-    Array num_tokens_array
-    Array space_array
+    BlockState* states      # num_blocks + 1: the last is the free queue's own node
+    PrimaryKey* keys        # NULL without key columns
+    uint8_t* digest         # of the primary key, num_blocks * stride bytes
+    Array state_array
+    Array key_array
     Array digest_array
 
 
 cdef inline int init(Blocks* blocks, uint32_t num_blocks) except -1:
-    memory.allocate(&blocks.ref_cnt_array, num_blocks, sizeof(int32_t))
-    blocks.ref_cnt = <int32_t*>blocks.ref_cnt_array.data
+    memory.allocate(&blocks.state_array, <size_t>num_blocks + 1, sizeof(BlockState))
+    blocks.states = <BlockState*>blocks.state_array.data
     blocks.num_blocks = num_blocks
     return 0
 
@@ -37,24 +40,17 @@ cdef inline uint8_t* digest_slot(const Blocks* blocks, block_id_t id) noexcept:
 
 
 cdef inline int add_key_columns(Blocks* blocks, uint32_t stride) except -1:
-    cdef Array num_tokens, space, digest
-    memory.allocate(&num_tokens, blocks.num_blocks, sizeof(uint32_t))
+    cdef Array key, digest
+    memory.allocate(&key, blocks.num_blocks, sizeof(PrimaryKey))
     try:
-        memory.allocate(&space, blocks.num_blocks, sizeof(space_t))
-        try:
-            memory.allocate(&digest, blocks.num_blocks, stride)
-        except MemoryError:
-            memory.release(&space)
-            raise
+        memory.allocate(&digest, blocks.num_blocks, stride)
     except MemoryError:
-        memory.release(&num_tokens)
+        memory.release(&key)
         raise
     # Nothing below can fail.
-    blocks.num_tokens_array = num_tokens
-    blocks.space_array = space
+    blocks.key_array = key
     blocks.digest_array = digest
-    blocks.num_tokens = <uint32_t*>num_tokens.data
-    blocks.space = <space_t*>space.data
+    blocks.keys = <PrimaryKey*>key.data
     blocks.digest = <uint8_t*>digest.data
     blocks.stride = stride
     return 0
@@ -70,23 +66,18 @@ cdef inline void copy_slots(
 
 
 cdef inline void drop_key_columns(Blocks* blocks) noexcept:
-    memory.release(&blocks.num_tokens_array)
-    memory.release(&blocks.space_array)
+    memory.release(&blocks.key_array)
     memory.release(&blocks.digest_array)
-    blocks.num_tokens = NULL
-    blocks.space = NULL
+    blocks.keys = NULL
     blocks.digest = NULL
     blocks.stride = 0
 
 
 cdef inline size_t nbytes(const Blocks* blocks) noexcept:
-    return (
-        blocks.ref_cnt_array.nbytes + blocks.num_tokens_array.nbytes
-        + blocks.space_array.nbytes + blocks.digest_array.nbytes
-    )
+    return blocks.state_array.nbytes + blocks.key_array.nbytes + blocks.digest_array.nbytes
 
 
 cdef inline void release(Blocks* blocks) noexcept:
     drop_key_columns(blocks)
-    memory.release(&blocks.ref_cnt_array)
-    blocks.ref_cnt = NULL
+    memory.release(&blocks.state_array)
+    blocks.states = NULL

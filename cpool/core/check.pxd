@@ -25,29 +25,29 @@ cdef inline int check_queue(const Core* core) except -1:
     cdef block_id_t after
     cdef uint32_t seen = 0
     require(end == core.blocks.num_blocks, "the queue's end is not behind the last block")
-    require(core.queue.links[0].next == NOT_QUEUED, "the null block is in the free queue")
+    require(core.queue.states[0].next == NOT_QUEUED, "the null block is in the free queue")
     while True:
-        after = core.queue.links[id].next
+        after = core.queue.states[id].next
         require(after <= end, f"block {id} in the free queue links to {after}")
-        require(core.queue.links[after].prev == id, f"links of {id} and {after} differ")
+        require(core.queue.states[after].prev == id, f"links of {id} and {after} differ")
         id = after
         if id == end:
             break
         seen += 1
         require(seen <= core.queue.num_free, f"more than {core.queue.num_free} blocks queued")
         require(
-            core.blocks.ref_cnt[id] == 0,
-            f"block {id} is in the free queue with ref_cnt {core.blocks.ref_cnt[id]}",
+            core.blocks.states[id].ref_cnt == 0,
+            f"block {id} is in the free queue with ref_cnt {core.blocks.states[id].ref_cnt}",
         )
     require(seen == core.queue.num_free, f"{seen} blocks queued, {core.queue.num_free} counted")
     for id in range(1, end):
         require(
-            (core.queue.links[id].next == NOT_QUEUED) == (core.blocks.ref_cnt[id] > 0),
-            f"block {id} with ref_cnt {core.blocks.ref_cnt[id]} is on the wrong side of the "
+            (core.queue.states[id].next == NOT_QUEUED) == (core.blocks.states[id].ref_cnt > 0),
+            f"block {id} with ref_cnt {core.blocks.states[id].ref_cnt} is on the wrong side of the "
             "free queue",
         )
         require(
-            (core.queue.links[id].next == NOT_QUEUED) == (core.queue.links[id].prev == NOT_QUEUED),
+            (core.queue.states[id].next == NOT_QUEUED) == (core.queue.states[id].prev == NOT_QUEUED),
             f"block {id} is half in the free queue",
         )
     return 0
@@ -109,7 +109,7 @@ cdef inline int check_cell(const Core* core, hash_t hash, ref_t ref) except -1:
     if tag == PRIMARY:
         key = registry.key_of(core, holder)
         require(
-            key.space != 0 and not core.blocks.space[index] & (LOOSE_FLAG | SHARED_FLAG),
+            key.space != 0 and not core.blocks.keys[index].space & (LOOSE_FLAG | SHARED_FLAG),
             f"a cell names the primary key of block {index}, which has none of its own",
         )
         require(registry.hash_of(core, &key) == hash, f"block {index} is in a wrong cell")
@@ -167,7 +167,7 @@ cdef inline int check_registrations(const Core* core) except -1:
         if registry.has_primary(core, holder.block):
             key = registry.key_of(core, holder)
             require(key.space < core.num_spaces, f"block {holder.block} has space {key.space}")
-            if not core.blocks.space[holder.block] & LOOSE_FLAG:
+            if not core.blocks.keys[holder.block].space & LOOSE_FLAG:
                 registrations += 1
                 require(
                     registry.find_held_by(core, &key, holder.block, &found)

@@ -107,7 +107,7 @@ cdef class KVCacheBlock:
     def ref_cnt(self):
         """Number of holders. Of the null block it means nothing and may be negative."""
         if self.owner != NULL:
-            return 0 if self.is_end() else (<BlockPool>self.owner).core.blocks.ref_cnt[self.index]
+            return 0 if self.is_end() else (<BlockPool>self.owner).core.blocks.states[self.index].ref_cnt
         return self.state().ref_cnt
 
     @ref_cnt.setter
@@ -118,7 +118,7 @@ cdef class KVCacheBlock:
             raise ContractError("the end of a free queue has no ref_cnt")
         else:
             low = -MAX_REF_CNT if self.index == NULL_BLOCK else 0
-            (<BlockPool>self.owner).core.blocks.ref_cnt[self.index] = <int32_t>read_count(
+            (<BlockPool>self.owner).core.blocks.states[self.index].ref_cnt = <int32_t>read_count(
                 value, f"ref_cnt of block {self.index}", low, MAX_REF_CNT
             )
 

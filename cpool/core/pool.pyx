@@ -13,12 +13,11 @@ cimport cython
 from cpool.core cimport (
     blocks, check, free_queue, keys, memory, registry, reverse_index, shared_keys, table,
 )
-from cpool.core.free_queue cimport Link
 from cpool.core.keys cimport Key
 from cpool.core.memory cimport prefetch, prefetch_write
 from cpool.core.registry cimport Core, Holder
 from cpool.core.types cimport (
-    block_id_t, hash_t, int32_t, int64_t, record_id_t, ref_t, space_t, uint8_t, uint32_t,
+    BlockState, block_id_t, hash_t, int32_t, int64_t, record_id_t, ref_t, space_t, uint8_t, uint32_t,
     uint64_t, INDEX_MASK, LOOSE_FLAG, MAX_BLOCKS, MAX_HASH_BYTES, MAX_NUM_TOKENS, NO_RECORD,
     NO_TOKENS_FLAG, NOT_QUEUED, SHARED, SPACE_MASK,
 )
@@ -55,6 +54,8 @@ cdef enum:
 cdef object empty = np.empty
 cdef object uint32_dtype = np.dtype(np.uint32)
 cdef object int64_dtype = np.dtype(np.int64)
+cdef object STATE_DTYPE = np.dtype([("prev", "<u4"), ("next", "<u4"), ("ref_cnt", "<i4")])
+cdef object KEY_DTYPE = np.dtype([("num_tokens", "<u4"), ("space", "<u2")])
 
 include "arguments.pxi"
 include "steps.pxi"
@@ -228,8 +229,8 @@ cdef class BlockPool:
         cdef block_id_t other
         if id == end + 1 and not forward or id == end and forward:
             return None
-        other = self.core.queue.links[min(id, end)].next if forward else (
-            self.core.queue.links[min(id, end)].prev
+        other = self.core.queue.states[min(id, end)].next if forward else (
+            self.core.queue.states[min(id, end)].prev
         )
         if other == NOT_QUEUED:
             return None
@@ -250,9 +251,9 @@ cdef class BlockPool:
     cdef object primary_tokens(self, block_id_t id):
         if not registry.has_primary(&self.core, id):
             return None
-        if self.core.blocks.space[id] & NO_TOKENS_FLAG:
+        if self.core.blocks.keys[id].space & NO_TOKENS_FLAG:
             return None
-        return self.core.blocks.num_tokens[id]
+        return self.core.blocks.keys[id].num_tokens
 
     cdef list extra_keys(self, block_id_t id):
         cdef list found = []
@@ -267,7 +268,7 @@ cdef class BlockPool:
     cdef list keys_of(self, block_id_t id):
         # The keys under which the table knows the block, the primary one first.
         cdef list found = []
-        if registry.has_primary(&self.core, id) and not self.core.blocks.space[id] & LOOSE_FLAG:
+        if registry.has_primary(&self.core, id) and not self.core.blocks.keys[id].space & LOOSE_FLAG:
             found.append(self.key_bytes(registry.primary(id)))
         if self.core.index.heads != NULL:
             found += self.extra_keys(id)
@@ -304,11 +305,11 @@ cdef class BlockPool:
                 return 0
             raise ContractError(f"block {id} has no hash whose tokens could be counted")
         if num_tokens is None:
-            self.core.blocks.space[id] |= NO_TOKENS_FLAG
-            self.core.blocks.num_tokens[id] = 0
+            self.core.blocks.keys[id].space |= NO_TOKENS_FLAG
+            self.core.blocks.keys[id].num_tokens = 0
             return 0
-        self.core.blocks.num_tokens[id] = read_count(num_tokens, "num_tokens", 0, MAX_NUM_TOKENS)
-        self.core.blocks.space[id] &= ~<space_t>NO_TOKENS_FLAG
+        self.core.blocks.keys[id].num_tokens = read_count(num_tokens, "num_tokens", 0, MAX_NUM_TOKENS)
+        self.core.blocks.keys[id].space &= ~<space_t>NO_TOKENS_FLAG
         return 0
 
     cdef int link_primary(self, block_id_t id) except -1:
@@ -316,7 +317,7 @@ cdef class BlockPool:
         cdef Key key
         cdef keys.Space space
         cdef Holder other
-        if not self.core.blocks.space[id] & LOOSE_FLAG:
+        if not self.core.blocks.keys[id].space & LOOSE_FLAG:
             return 0
         key = registry.key_of(&self.core, registry.primary(id))
         space = self.core.spaces[key.space]
@@ -324,7 +325,7 @@ cdef class BlockPool:
         key = registry.key_of(&self.core, registry.primary(id))
         if registry.find_held_by(&self.core, &key, id, &other):
             return 0
-        self.core.blocks.space[id] &= ~<space_t>LOOSE_FLAG
+        self.core.blocks.keys[id].space &= ~<space_t>LOOSE_FLAG
         registry.link(&self.core, registry.primary(id), registry.hash_of(&self.core, &key))
         return 0
 
@@ -516,7 +517,7 @@ cdef class BlockPool:
             self.own_id(block) if isinstance(block, KVCacheBlock) else self.check_id(block)
         )
         if registry.has_primary(&self.core, holder.block):
-            if not self.core.blocks.space[holder.block] & LOOSE_FLAG:
+            if not self.core.blocks.keys[holder.block].space & LOOSE_FLAG:
                 found.append(self.registration(holder, True))
         holder.extra = reverse_index.first(&self.core.index, holder.block)
         while holder.extra != NO_RECORD:
@@ -566,7 +567,7 @@ cdef class BlockPool:
         if self.enable_caching:
             self.num_evicted_blocks += evict_run(&self.core, ids, count)
         for i in range(count):
-            self.core.blocks.ref_cnt[ids[i]] = 1
+            self.core.blocks.states[ids[i]].ref_cnt = 1
         return 0
 
     cdef int announce_allocation(self, list taken, const block_id_t* ids, size_t count) except -1:
@@ -576,9 +577,9 @@ cdef class BlockPool:
         for i in range(count):
             if self.enable_caching:
                 self.evict(ids[i])
-            if self.core.blocks.ref_cnt[ids[i]] != 0:
+            if self.core.blocks.states[ids[i]].ref_cnt != 0:
                 raise ContractError(f"block {ids[i]} was touched while it was handed out")
-            self.core.blocks.ref_cnt[ids[i]] = 1
+            self.core.blocks.states[ids[i]].ref_cnt = 1
             if self.metrics_collector is not None:
                 self.metrics_collector.on_block_allocated(taken[i])
         return 0
@@ -749,7 +750,7 @@ cdef class BlockPool:
         cdef block_id_t id = self.own_id(block)
         return (
             id != NULL_BLOCK
-            and self.core.blocks.ref_cnt[id] == 1
+            and self.core.blocks.states[id].ref_cnt == 1
             and not registry.has_primary(&self.core, id)
         )
 
@@ -881,11 +882,8 @@ cdef class BlockPool:
             for i in range(start, start + width):
                 key.digest = batch.rows + i * batch.row_bytes
                 hashes[i - start] = registry.hash_of(&self.core, &key)
-                prefetch_write(
-                    &self.core.table.cells[table.home(&self.core.table, hashes[i - start])]
-                )
-                prefetch_write(&self.core.blocks.space[ids[i]])
-                prefetch_write(&self.core.blocks.num_tokens[ids[i]])
+                table.prefetch_home(&self.core.table, hashes[i - start])
+                prefetch_write(&self.core.blocks.keys[ids[i]])
                 prefetch_write(blocks.digest_slot(&self.core.blocks, ids[i]))
             for i in range(start, start + width):
                 if ids[i] == NULL_BLOCK:
@@ -1121,8 +1119,8 @@ cdef class BlockPool:
                 return 0
             drops = (
                 registry.has_primary(&self.core, id)
-                and not self.core.blocks.space[id] & NO_TOKENS_FLAG
-                and self.core.blocks.num_tokens[id] < tokens
+                and not self.core.blocks.keys[id].space & NO_TOKENS_FLAG
+                and self.core.blocks.keys[id].num_tokens < tokens
             )
         key.digest = <const uint8_t*>PyBytes_AS_STRING(digest)
         check_width(width)
@@ -1159,7 +1157,7 @@ cdef class BlockPool:
         if target == NULL_BLOCK:
             raise ContractError("the null block is never registered")
         if registry.has_primary(&self.core, source):
-            if self.core.blocks.space[source] & LOOSE_FLAG:
+            if self.core.blocks.keys[source].space & LOOSE_FLAG:
                 registry.drop_primary(&self.core, source)
             else:
                 registry.move_key(&self.core, registry.primary(source), target, digest)
@@ -1209,8 +1207,6 @@ cdef class BlockPool:
         cdef unsigned long long before = self.num_evicted_blocks
         cdef size_t i
         if self.metrics_collector is None and not self.enable_kv_cache_events:
-            for i in range(batch.count):
-                registry.prefetch_keys(&self.core, batch.ids[i])
             self.num_evicted_blocks += evict_run(&self.core, batch.ids, batch.count)
         else:
             for i in range(batch.count):
@@ -1378,11 +1374,22 @@ cdef class BlockPool:
         return self.core.num_registrations
 
     @property
+    def states(self):
+        """(num_gpu_blocks + 1,) structured read-only view, zero-copy.
+
+        Fields ``prev`` and ``next`` (uint32) are the neighbours in the free queue, 2**32 - 1
+        for both outside of it; ``ref_cnt`` (int32) counts holders. The last row is the
+        queue's end: its ``next`` is the head, its ``prev`` the tail.
+        """
+        return view_column(
+            self, self.core.blocks.states,
+            sizeof(BlockState) * (self.core.blocks.num_blocks + 1), STATE_DTYPE, False,
+        )
+
+    @property
     def ref_cnts(self):
         """(num_gpu_blocks,) int32, read-only view: holders of each block."""
-        return view_column(
-            self, self.core.blocks.ref_cnt, 4 * self.core.blocks.num_blocks, np.int32, False
-        )
+        return self.states["ref_cnt"][:self.core.blocks.num_blocks]
 
     @property
     def key_num_tokens(self):
@@ -1390,24 +1397,14 @@ cdef class BlockPool:
 
         Zero without a key. While a view is alive the prefix cache cannot be reset.
         """
-        if self.core.blocks.num_tokens == NULL:
+        if self.core.blocks.keys == NULL:
             result = np.zeros(self.core.blocks.num_blocks, dtype=np.uint32)
             result.flags.writeable = False
             return result
         return view_column(
-            self, self.core.blocks.num_tokens, 4 * self.core.blocks.num_blocks, np.uint32, True
-        )
-
-    @property
-    def free_queue_links(self):
-        """(num_gpu_blocks + 1, 2) uint32, read-only view: previous and next free block.
-
-        The last row is the queue's end: its next is the head, its previous the tail. Both are
-        2**32 - 1 for a block outside the queue.
-        """
-        return view_column(
-            self, self.core.queue.links, 8 * (self.core.blocks.num_blocks + 1), np.uint32, False
-        ).reshape(-1, 2)
+            self, self.core.blocks.keys,
+            sizeof(blocks.PrimaryKey) * self.core.blocks.num_blocks, KEY_DTYPE, True,
+        )["num_tokens"]
 
     def free_queue_ids(self):
         """(num_free,) uint32 array: the free blocks in the order of eviction."""

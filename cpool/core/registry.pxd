@@ -55,7 +55,7 @@ cdef inline int init(Core* core, uint32_t num_blocks) except -1:
     shared_keys.init(&core.shared, 0, 0)
     reverse_index.init(&core.index, 0, 0)
     blocks.init(&core.blocks, num_blocks)
-    free_queue.init(&core.queue, num_blocks)
+    free_queue.init(&core.queue, core.blocks.states, num_blocks)
     return 0
 
 
@@ -73,14 +73,12 @@ cdef inline void drop_key_storage(Core* core) noexcept:
 
 cdef inline void release(Core* core) noexcept:
     drop_key_storage(core)
-    free_queue.release(&core.queue)
     blocks.release(&core.blocks)
 
 
 cdef inline size_t nbytes(const Core* core) noexcept:
     return (
-        blocks.nbytes(&core.blocks) + core.queue.array.nbytes + core.table.array.nbytes
-        + shared_keys.nbytes(&core.shared) + reverse_index.nbytes(&core.index)
+        blocks.nbytes(&core.blocks) + core.table.array.nbytes + shared_keys.nbytes(&core.shared) + reverse_index.nbytes(&core.index)
         + core.spaces_array.nbytes
     )
 
@@ -142,20 +140,20 @@ cdef inline uint8_t* slot_of(const Core* core, Holder holder) noexcept:
 
 cdef inline space_t flagged_space(const Core* core, Holder holder) noexcept:
     if holder.extra == NO_RECORD:
-        return core.blocks.space[holder.block] if core.blocks.space != NULL else 0
+        return core.blocks.keys[holder.block].space if core.blocks.keys != NULL else 0
     return reverse_index.extra(&core.index, holder.extra).space
 
 
 cdef inline void set_flagged_space(Core* core, Holder holder, space_t space) noexcept:
     if holder.extra == NO_RECORD:
-        core.blocks.space[holder.block] = space
+        core.blocks.keys[holder.block].space = space
     else:
         reverse_index.extra(&core.index, holder.extra).space = space
 
 
 cdef inline uint32_t num_tokens_of(const Core* core, Holder holder) noexcept:
     if holder.extra == NO_RECORD:
-        return core.blocks.num_tokens[holder.block]
+        return core.blocks.keys[holder.block].num_tokens
     return reverse_index.extra(&core.index, holder.extra).num_tokens
 
 
@@ -192,7 +190,7 @@ cdef inline Holder primary(block_id_t block) noexcept:
 
 
 cdef inline bint has_primary(const Core* core, block_id_t block) noexcept:
-    return core.blocks.space != NULL and core.blocks.space[block] != 0
+    return core.blocks.keys != NULL and core.blocks.keys[block].space != 0
 
 
 # Look-ups ---------------------------------------------------------------------------------
@@ -208,8 +206,12 @@ cdef inline bint names(const Core* core, ref_t ref, const Key* key, Holder* hold
     if tag == PRIMARY:
         holder.block = index
         holder.extra = NO_RECORD
-        return (core.blocks.space[index] & SPACE_MASK) == key.space and same_digest(
+        return same_digest(
             blocks.digest_slot(&core.blocks, index), key.digest, width
+        ) and (
+            # Where there is one space only, its column need not be read.
+            core.num_spaces == 2
+            or (core.blocks.keys[index].space & SPACE_MASK) == key.space
         )
     if tag == <ref_t>SHARED:
         if shared_keys.key(&core.shared, index).space != key.space or not same_digest(
@@ -236,9 +238,9 @@ cdef inline bint names(const Core* core, ref_t ref, const Key* key, Holder* hold
 cdef inline ref_t find(
     const Core* core, const Key* key, hash_t hash, Holder* holder, uint64_t* place
 ) noexcept:
-    # The key's cell and its first holder, or 0.
+    # The key's cell and its first holder; or 0, and `place` is where insert_at() puts it.
     cdef ref_t ref
-    if core.table.num_used == 0:
+    if core.table.cells == NULL:
         return 0
     place[0] = table.seek(&core.table, hash)
     while table.holds(&core.table, place[0], hash):
@@ -288,8 +290,9 @@ cdef inline void prefetch_holder(const Core* core, ref_t ref) noexcept:
     cdef uint32_t index = ref & INDEX_MASK
     cdef ref_t tag = ref & ~<ref_t>INDEX_MASK
     if tag == PRIMARY:
-        prefetch(&core.blocks.space[index])
         prefetch(blocks.digest_slot(&core.blocks, index))
+        if core.num_spaces > 2:
+            prefetch(&core.blocks.keys[index])
     elif tag == <ref_t>SHARED:
         prefetch(shared_keys.key(&core.shared, index))
 
@@ -312,7 +315,7 @@ cdef inline size_t find_batch(
         for i in range(width):
             key.digest = digests + (start + i) * row_bytes
             hashes[i] = hash_of(core, &key)
-            prefetch(&core.table.cells[table.home(&core.table, hashes[i])])
+            table.prefetch_home(&core.table, hashes[i])
         for i in range(width):
             places[i] = table.seek(&core.table, hashes[i])
             if table.holds(&core.table, places[i], hashes[i]):
@@ -433,7 +436,7 @@ cdef inline void link(Core* core, Holder holder, hash_t hash) noexcept:
     cdef ref_t ref = find(core, &key, hash, &other, &place)
     core.num_registrations += 1
     if ref == 0:
-        table.insert(&core.table, hash, ref_of(holder))
+        table.insert_at(&core.table, place, hash, ref_of(holder))
         return
     if (ref & ~<ref_t>INDEX_MASK) == <ref_t>SHARED:
         join_shared(core, ref & INDEX_MASK, holder)
@@ -447,9 +450,13 @@ cdef inline void link(Core* core, Holder holder, hash_t hash) noexcept:
 
 
 cdef inline void unlink(Core* core, Holder holder) noexcept:
-    # The table forgets `holder`; its slot has the digest again.
     cdef Key key = key_of(core, holder)
-    cdef hash_t hash = hash_of(core, &key)
+    unlink_hashed(core, holder, hash_of(core, &key))
+
+
+cdef inline void unlink_hashed(Core* core, Holder holder, hash_t hash) noexcept:
+    # The table forgets `holder`, whose key has that hash; its slot has the digest again.
+    cdef Key key = key_of(core, holder)
     cdef space_t space = flagged_space(core, holder)
     cdef record_id_t id, shared_id
     cdef Holder heir
@@ -484,8 +491,8 @@ cdef inline void write_primary(
     memcpy(
         blocks.digest_slot(&core.blocks, block), key.digest, core.spaces[key.space].width
     )
-    core.blocks.space[block] = key.space | flags
-    core.blocks.num_tokens[block] = num_tokens
+    core.blocks.keys[block].space = key.space | flags
+    core.blocks.keys[block].num_tokens = num_tokens
 
 
 cdef inline void register(
@@ -495,7 +502,7 @@ cdef inline void register(
     # After reserve(); the table does not map `key` to `block` yet. The block's first key
     # becomes its primary key.
     cdef Holder holder = primary(block)
-    if core.blocks.space[block] == 0:
+    if core.blocks.keys[block].space == 0:
         write_primary(core, block, key, flags, num_tokens)
     else:
         holder.extra = reverse_index.append(&core.index, block, key.space | flags, num_tokens)
@@ -509,10 +516,10 @@ cdef inline void drop_extra(Core* core, Holder holder) noexcept:
 
 
 cdef inline void drop_primary(Core* core, block_id_t block) noexcept:
-    if not core.blocks.space[block] & LOOSE_FLAG:
+    if not core.blocks.keys[block].space & LOOSE_FLAG:
         unlink(core, primary(block))
-    core.blocks.space[block] = 0
-    core.blocks.num_tokens[block] = 0
+    core.blocks.keys[block].space = 0
+    core.blocks.keys[block].num_tokens = 0
 
 
 cdef inline uint32_t drop_keys(Core* core, block_id_t block) noexcept:
@@ -531,27 +538,38 @@ cdef inline uint32_t drop_keys(Core* core, block_id_t block) noexcept:
 
 
 cdef inline size_t drop_keys_of(Core* core, const block_id_t* ids, size_t count) noexcept:
-    # As drop_keys for each, with the cells on their way before they are needed. Call with at
-    # most PIPELINE ids whose columns were prefetched, once key columns exist. Returns how many
-    # of the blocks the table knew.
+    # As drop_keys for each of at most PIPELINE blocks, with the cells on their way before they
+    # are needed. Key columns must exist. Returns how many of the blocks the table knew.
+    cdef hash_t hashes[PIPELINE]
     cdef size_t i, num_known = 0
+    cdef space_t space
     cdef Key key
     for i in range(count):
-        if core.blocks.space[ids[i]]:
+        space = core.blocks.keys[ids[i]].space
+        if space:
             key = key_of(core, primary(ids[i]))
-            prefetch_write(
-                &core.table.cells[table.home(&core.table, hash_of(core, &key))]
-            )
+            hashes[i] = hash_of(core, &key)
+            table.prefetch_home(&core.table, hashes[i])
     for i in range(count):
-        if core.blocks.space[ids[i]] or reverse_index.first(&core.index, ids[i]) != NO_RECORD:
+        space = core.blocks.keys[ids[i]].space
+        if space and not space & LOOSE_FLAG and (
+            reverse_index.first(&core.index, ids[i]) == NO_RECORD
+        ):
+            unlink_hashed(core, primary(ids[i]), hashes[i])
+            core.blocks.keys[ids[i]].space = 0
+            core.blocks.keys[ids[i]].num_tokens = 0
+            num_known += 1
+        else:
             num_known += drop_keys(core, ids[i]) != 0
     return num_known
 
 
 cdef inline void prefetch_keys(const Core* core, block_id_t block) noexcept:
-    if core.blocks.space != NULL:
-        prefetch(&core.blocks.space[block])
+    if core.blocks.keys != NULL:
+        prefetch_write(&core.blocks.keys[block])
         prefetch(blocks.digest_slot(&core.blocks, block))
+        if core.index.heads != NULL:
+            prefetch_write(&core.index.heads[block])
 
 
 cdef inline bint move_key(

@@ -13,12 +13,12 @@ cdef int head_run(Core* core, block_id_t* ids, size_t count) except -1:
     for i in range(count):
         id = free_queue.next_of(&core.queue, id)
         ids[i] = id
-        prefetch_write(&core.blocks.ref_cnt[id])
-        registry.prefetch_keys(core, id)
+        if i < registry.PIPELINE:
+            registry.prefetch_keys(core, id)
     for i in range(count):
-        if core.blocks.ref_cnt[ids[i]] != 0:
+        if core.blocks.states[ids[i]].ref_cnt != 0:
             raise ContractError(
-                f"block {ids[i]} is in the free queue with ref_cnt {core.blocks.ref_cnt[ids[i]]}"
+                f"block {ids[i]} is in the free queue with ref_cnt {core.blocks.states[ids[i]].ref_cnt}"
             )
     return 0
 
@@ -30,19 +30,22 @@ cdef void put_back(Core* core, const block_id_t* ids, size_t count) noexcept:
     for i in range(count):
         if free_queue.contains(&core.queue, ids[i]):
             continue
-        core.blocks.ref_cnt[ids[i]] = 0
+        core.blocks.states[ids[i]].ref_cnt = 0
         free_queue.insert_after(&core.queue, place, ids[i])
         place = ids[i]
 
 
 cdef size_t evict_run(Core* core, const block_id_t* ids, size_t count) noexcept:
     # All keys of the blocks leave. Returns how many blocks the table knew.
-    cdef size_t start, width, i, evicted = 0
-    if core.blocks.space == NULL:
+    cdef size_t start = 0, width, i, evicted = 0
+    if core.blocks.keys == NULL:
         return 0
-    start = 0
+    for i in range(min(count, <size_t>registry.PIPELINE)):
+        registry.prefetch_keys(core, ids[i])
     while start < count:
         width = min(count - start, <size_t>registry.PIPELINE)
+        for i in range(start + width, min(count, start + width + registry.PIPELINE)):
+            registry.prefetch_keys(core, ids[i])
         evicted += registry.drop_keys_of(core, ids + start, width)
         start += width
     return evicted
@@ -54,10 +57,9 @@ cdef int check_touch(Core* core, const block_id_t* ids, size_t count) except -1:
     cdef int32_t held
     for i in range(count):
         if i + AHEAD < count:
-            prefetch_write(&core.blocks.ref_cnt[ids[i + AHEAD]])
-            prefetch_write(&core.queue.links[ids[i + AHEAD]])
+            prefetch_write(&core.blocks.states[ids[i + AHEAD]])
         id = ids[i]
-        held = core.blocks.ref_cnt[id]
+        held = core.blocks.states[id].ref_cnt
         if id == NULL_BLOCK:
             continue
         if held == 0 and not free_queue.contains(&core.queue, id):
@@ -74,26 +76,26 @@ cdef int check_touch(Core* core, const block_id_t* ids, size_t count) except -1:
 cdef void commit_touch(Core* core, const block_id_t* ids, size_t count) noexcept:
     cdef size_t i
     cdef block_id_t id
-    cdef Link link
+    cdef BlockState state
     for i in range(count):
         if i + AHEAD < count:
-            link = core.queue.links[ids[i + AHEAD]]
-            if link.next != NOT_QUEUED:
-                prefetch_write(&core.queue.links[link.prev])
-                prefetch_write(&core.queue.links[link.next])
+            state = core.blocks.states[ids[i + AHEAD]]
+            if state.next != NOT_QUEUED:
+                prefetch_write(&core.blocks.states[state.prev])
+                prefetch_write(&core.blocks.states[state.next])
         id = ids[i]
-        if id != NULL_BLOCK and core.blocks.ref_cnt[id] == 0:
+        if id != NULL_BLOCK and core.blocks.states[id].ref_cnt == 0:
             free_queue.remove(&core.queue, id)
-        core.blocks.ref_cnt[id] += 1
+        core.blocks.states[id].ref_cnt += 1
 
 
 cdef inline void undo_release(Core* core, const block_id_t* ids, size_t count) noexcept:
     cdef size_t i = count
     while i:
         i -= 1
-        if ids[i] != NULL_BLOCK and core.blocks.ref_cnt[ids[i]] == 0:
+        if ids[i] != NULL_BLOCK and core.blocks.states[ids[i]].ref_cnt == 0:
             free_queue.remove(&core.queue, ids[i])
-        core.blocks.ref_cnt[ids[i]] += 1
+        core.blocks.states[ids[i]].ref_cnt += 1
 
 
 cdef int release_run(
@@ -109,25 +111,24 @@ cdef int release_run(
     for i in range(count):
         if i + AHEAD < count:
             id = ids[i + AHEAD]
-            prefetch_write(&core.blocks.ref_cnt[id])
-            prefetch_write(&core.queue.links[id])
-            if core.blocks.space != NULL:
-                prefetch(&core.blocks.space[id])
+            prefetch_write(&core.blocks.states[id])
+            if core.blocks.keys != NULL:
+                prefetch(&core.blocks.keys[id])
         id = ids[i]
         if id == NULL_BLOCK:
-            core.blocks.ref_cnt[id] -= 1
+            core.blocks.states[id].ref_cnt -= 1
             continue
-        held = core.blocks.ref_cnt[id]
+        held = core.blocks.states[id].ref_cnt
         if held <= 0 or free_queue.contains(&core.queue, id):
             undo_release(core, ids, i)
-            held = core.blocks.ref_cnt[id]
+            held = core.blocks.states[id].ref_cnt
             if held <= 0 or free_queue.contains(&core.queue, id):
                 raise ContractError(f"block {id} at position {i} is already free")
             raise ContractError(
                 f"block {id} at position {i} is freed more often than it is held: "
                 f"its ref_cnt is {held}"
             )
-        core.blocks.ref_cnt[id] = held - 1
+        core.blocks.states[id].ref_cnt = held - 1
         if held > 1:
             continue
         if all_last or (hashed_last and registry.has_primary(core, id)):
@@ -151,8 +152,8 @@ cdef int check_new_keys(
             )
         if not registry.has_primary(core, ids[i]):
             continue
-        held = core.blocks.num_tokens[ids[i]]
-        if core.blocks.space[ids[i]] & NO_TOKENS_FLAG:
+        held = core.blocks.keys[ids[i]].num_tokens
+        if core.blocks.keys[ids[i]].space & NO_TOKENS_FLAG:
             raise ContractError(f"block {ids[i]} has a key of unknown length")
         if held >= num_tokens[i]:
             raise ContractError(
@@ -165,8 +166,8 @@ cdef int check_new_keys(
 cdef size_t count_extra(Core* core, const block_id_t* ids, size_t count) noexcept:
     # Full blocks register as primary keys, unless a block has extra keys but no primary one.
     cdef size_t i, found = 0
-    if core.index.heads == NULL or core.blocks.space == NULL:
+    if core.index.heads == NULL or core.blocks.keys == NULL:
         return 0
     for i in range(count):
-        found += core.index.heads[ids[i]] != 0 and core.blocks.space[ids[i]] == 0
+        found += core.index.heads[ids[i]] != 0 and core.blocks.keys[ids[i]].space == 0
     return found

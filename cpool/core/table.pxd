@@ -51,6 +51,13 @@ cdef inline uint64_t seek(const Table* table, hash_t hash) noexcept:
     return place
 
 
+cdef inline void prefetch_home(const Table* table, hash_t hash) noexcept:
+    # The run that starts there often reaches into the next line.
+    cdef uint64_t place = home(table, hash)
+    memory.prefetch_write(&table.cells[place])
+    memory.prefetch_write(&table.cells[min(place + 4, table.num_cells)])
+
+
 cdef inline uint64_t following(const Table* table, uint64_t place) noexcept:
     place += 1
     return place if place < table.num_cells else 0
@@ -68,13 +75,11 @@ cdef inline uint64_t find_cell(const Table* table, hash_t hash, ref_t ref) noexc
     return place
 
 
-cdef inline void insert(Table* table, hash_t hash, ref_t ref) noexcept:
-    # There must be two EMPTY cells (reserve). Equal hashes stay in order of insertion.
-    cdef uint64_t place = seek(table, hash)
+cdef inline void insert_at(Table* table, uint64_t place, hash_t hash, ref_t ref) noexcept:
+    # `place` is where seek() and the equal hashes behind it end. There must be two EMPTY
+    # cells (reserve). Equal hashes stay in order of insertion.
     cdef cell_t carried = make_cell(hash, ref)
     cdef cell_t displaced
-    while holds(table, place, hash):
-        place = following(table, place)
     if home(table, hash) > place:
         table.num_wrapped += 1
     while True:
@@ -88,6 +93,13 @@ cdef inline void insert(Table* table, hash_t hash, ref_t ref) noexcept:
             place = 0
             table.num_wrapped += 1
     table.num_used += 1
+
+
+cdef inline void insert(Table* table, hash_t hash, ref_t ref) noexcept:
+    cdef uint64_t place = seek(table, hash)
+    while holds(table, place, hash):
+        place = following(table, place)
+    insert_at(table, place, hash, ref)
 
 
 cdef inline void remove_at(Table* table, uint64_t place) noexcept:

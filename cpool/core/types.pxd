@@ -28,3 +28,11 @@ cdef enum:
     PRIMARY = 0x40000000        # the block's own key; index = block id
     EXTRA = 0x80000000          # one of the block's extra keys; index = block id
     SHARED = 0xC0000000         # a key that several blocks hold; index = shared key
+
+
+# What allocation touches of a block: a quarter of a cache line or less, so one read brings it
+# all. Counts belong to blocks.pxd, links to free_queue.pxd.
+cdef struct BlockState:
+    block_id_t prev         # neighbours in the free queue, NOT_QUEUED outside of it
+    block_id_t next
+    int32_t ref_cnt         # holders; 0 in the free queue; of the null block: meaningless

@@ -102,7 +102,7 @@ class PoolHashMap(BlockHashToBlockMap):
             return None
         if holder.extra == NO_RECORD:
             registry.unlink(&pool.core, holder)
-            pool.core.blocks.space[id] |= LOOSE_FLAG
+            pool.core.blocks.keys[id].space |= LOOSE_FLAG
         else:
             registry.drop_extra(&pool.core, holder)
         return pool.handle(id)
