@@ -5,6 +5,7 @@ Decisions are those of cpool.BlockPool. What differs between vLLM's releases is 
 here, named after the last release that did it that way.
 """
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,8 @@ import cpool
 from cpool.core.contract import ContractError
 from cpool.core.pool import KVCacheBlock
 from cpool.core.standalone import BlockHashToBlockMap, FreeKVCacheBlockQueue
+from cpool.vllm import guests
+from cpool.vllm.views import StockHashMap
 
 __all__ = [
     "BlockHashToBlockMap",
@@ -96,6 +99,31 @@ class VllmBlockPool(cpool.BlockPool):
             medium,
         )
         announce(self)
+
+    @property
+    def cached_block_hash_to_block(self) -> StockHashMap:
+        """The table behind the interface of stock's map, private dict included."""
+        return StockHashMap(self)
+
+    def cache_full_blocks(
+        self,
+        request: Any,
+        blocks: Sequence[Any],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        block_size: int,
+        kv_cache_group_id: int,
+        block_mask: Sequence[bool] | None = None,
+    ) -> None:
+        """As cpool.BlockPool's; also takes blocks that belong to no pool, as stock does."""
+        args = (request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id)
+        try:
+            super().cache_full_blocks(*args, block_mask)
+        except ContractError:
+            new_blocks = blocks[num_cached_blocks:num_full_blocks]
+            if block_mask is not None or not all(map(guests.is_guest, new_blocks)):
+                raise
+            guests.register_guests(self, *args)
 
 
 class VllmBlockPool031(VllmBlockPool):
