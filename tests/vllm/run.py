@@ -46,6 +46,11 @@ def parse_arguments() -> argparse.Namespace:
         help="names of tests that pass on stock, instead of a run on stock",
     )
     parser.add_argument("--write-list", type=Path, metavar="FILE", help="write such a list")
+    parser.add_argument(
+        "--own-tests",
+        action="store_true",
+        help="run this repository's tests of cpool.vllm in that environment instead",
+    )
     parser.add_argument("--python", type=Path, help="of a ready environment with this vLLM")
     parser.add_argument("--archive", type=Path, help="vLLM's source archive, if at hand")
     parser.add_argument(
@@ -112,6 +117,21 @@ def run_suite(
         )
 
 
+def run_own_tests(python: Path, cpool: Path) -> int:
+    """Runs the test files beside this one, the slow ones too; returns pytest's exit code."""
+    here = Path(__file__).resolve().parent
+    settings = {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(here), str(cpool)]),
+    }
+    command = [
+        *(str(python), "-m", "pytest", "-p", "no:cacheprovider"),
+        *("-m", "slow or not slow", str(here)),
+    ]
+    # Not from the repository's root: its sources must not stand in for the installed package.
+    return subprocess.run(command, cwd=cpool, env=os.environ | settings, check=False).returncode
+
+
 def read_results(results: Path) -> tuple[dict[str, str], dict[str, int]]:
     """Returns each test's outcome and how many pools were built of which class."""
     outcomes: dict[str, str] = {}
@@ -169,6 +189,10 @@ def main() -> int:
     if not tests:
         print(f"vLLM {arguments.version} has none of these tests")
         return 1
+
+    if arguments.own_tests:
+        cpool = arguments.cpool or environment.install_cpool(python, folder)
+        return run_own_tests(python.absolute(), cpool.absolute())
 
     expected = passing_on_stock(arguments, python.absolute(), suite, folder, tests)
     if arguments.write_list:
