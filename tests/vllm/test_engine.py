@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# ruff: noqa: E402
 """A real engine on stock's pool and on ours: whatever it decides must be the same."""
 
 import json
