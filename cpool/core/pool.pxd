@@ -2,7 +2,7 @@
 from cpool.core.keys cimport Key
 from cpool.core.memory cimport Array
 from cpool.core.registry cimport Core, Holder
-from cpool.core.types cimport block_id_t, int64_t, space_t, uint8_t, uint32_t, uint64_t
+from cpool.core.types cimport block_id_t, hash_t, int64_t, space_t, uint8_t, uint32_t, uint64_t
 from cpython.buffer cimport Py_buffer
 from cpython.object cimport PyObject
 
@@ -86,6 +86,13 @@ cdef class BlockPool:
     cdef int register_full(
         self, const block_id_t* ids, const uint64_t* ends, HashBatch batch, uint32_t group
     ) except -1
+    cdef int register_step(
+        self, const block_id_t* ids, const uint64_t* ends, HashBatch batch, size_t first,
+        size_t total, uint32_t group
+    ) except -1
+    cdef int register_one(
+        self, block_id_t id, const Key* key, hash_t hash, uint32_t num_tokens
+    ) except -1
     cdef int check_batch_width(self, HashBatch rows) except -1
     cdef uint64_t check_boundary(self, object num_tokens) except? 0
     cdef bint holds(self, block_id_t id, bytes digest, uint32_t group) except -1
@@ -96,7 +103,8 @@ cdef class BlockPool:
     cdef int forget_keys(self) except -1
     cdef object types_of_events(self)
     cdef object make_stored(
-        self, object request, list digests, object parent, object start, object end, object block_size, object group, list ranges
+        self, object request, list digests, object parent, object start, object end,
+        object block_size, object group, list ranges
     )
     cdef object make_stored_batch(
         self, list digests, object parent, object token_ids, object block_size, object group

@@ -48,7 +48,7 @@ cdef extern from *:
 cdef enum:
     NULL_BLOCK = 0
     MAX_REF_CNT = 0x7FFFFFFF
-    TRIMMED_FROM = 1024             # registrations in one call
+    STEP = 1024                     # registrations that memory is reserved for at once
     CHECKED_UP_TO_BLOCKS = 4096     # debug builds check pools of this size after each operation
 
 cdef object empty = np.empty
@@ -867,42 +867,64 @@ cdef class BlockPool:
         self, const block_id_t* ids, const uint64_t* ends, HashBatch batch, uint32_t group
     ) except -1:
         # The commit of both grains. Registers row i for ids[i], which check_new_keys passed.
-        cdef size_t start = 0, width, i, count = batch.count
-        cdef hash_t hashes[32]
+        # Memory is reserved for the worst case: every key is already another block's. For a
+        # large batch that is much, so it goes step by step where steps can be undone.
+        cdef size_t step = batch.count, start = 0, count
+        if batch.count > STEP and not any_has_keys(&self.core, ids, batch.count):
+            step = STEP
+        while start < batch.count:
+            count = min(step, batch.count - start)
+            try:
+                registry.reserve(
+                    &self.core, group, batch.width, count,
+                    count_extra(&self.core, ids + start, count),
+                )
+            except (MemoryError, ValueError):
+                drop_all(&self.core, ids, start)
+                raise
+            self.register_step(ids + start, ends + start, batch, start, count, group)
+            start += count
+        return 0
+
+    cdef int register_step(
+        self, const block_id_t* ids, const uint64_t* ends, HashBatch batch, size_t first,
+        size_t total, uint32_t group,
+    ) except -1:
+        # After reserve().
+        cdef hash_t hashes[registry.PIPELINE]
+        cdef const uint8_t* rows = batch.rows + first * batch.row_bytes
+        cdef size_t start = 0, count, i
         cdef Key key
-        cdef Holder holder
-        cdef list removed
-        if count == 0:
-            return 0
-        key.space = registry.reserve(&self.core, group, batch.width, count, count_extra(
-            &self.core, ids, count
-        ))
-        while start < count:
-            width = min(count - start, <size_t>registry.PIPELINE)
-            for i in range(start, start + width):
-                key.digest = batch.rows + i * batch.row_bytes
+        key.space = registry.find_space(&self.core, group, batch.width)
+        while start < total:
+            count = min(total - start, <size_t>registry.PIPELINE)
+            for i in range(start, start + count):
+                key.digest = rows + i * batch.row_bytes
                 hashes[i - start] = registry.hash_of(&self.core, &key)
                 table.prefetch_home(&self.core.table, hashes[i - start])
                 prefetch_write(&self.core.blocks.keys[ids[i]])
                 prefetch_write(blocks.digest_slot(&self.core.blocks, ids[i]))
-            for i in range(start, start + width):
-                if ids[i] == NULL_BLOCK:
-                    continue
-                key.digest = batch.rows + i * batch.row_bytes
-                if registry.has_primary(&self.core, ids[i]):
-                    removed = self.keys_of(ids[i]) if self.enable_kv_cache_events else None
-                    registry.drop_keys(&self.core, ids[i])
-                    if removed:
-                        self.emit_removed(removed)
-                elif reverse_index.first(&self.core.index, ids[i]) != NO_RECORD:
-                    if registry.find_held_by(&self.core, &key, ids[i], &holder):
-                        continue
-                registry.register(
-                    &self.core, ids[i], &key, hashes[i - start], 0, <uint32_t>ends[i]
-                )
-            start += width
-        if count > TRIMMED_FROM:
-            registry.trim(&self.core)
+            for i in range(start, start + count):
+                if ids[i] != NULL_BLOCK:
+                    key.digest = rows + i * batch.row_bytes
+                    self.register_one(ids[i], &key, hashes[i - start], <uint32_t>ends[i])
+            start += count
+        return 0
+
+    cdef int register_one(
+        self, block_id_t id, const Key* key, hash_t hash, uint32_t num_tokens
+    ) except -1:
+        cdef Holder holder
+        cdef list removed
+        if registry.has_primary(&self.core, id):
+            removed = self.keys_of(id) if self.enable_kv_cache_events else None
+            registry.drop_keys(&self.core, id)
+            if removed:
+                self.emit_removed(removed)
+        elif reverse_index.first(&self.core.index, id) != NO_RECORD:
+            if registry.find_held_by(&self.core, key, id, &holder):
+                return 0
+        registry.register(&self.core, id, key, hash, 0, num_tokens)
         return 0
 
     def cache_full_ids(
@@ -1378,8 +1400,9 @@ cdef class BlockPool:
         """(num_gpu_blocks + 1,) structured read-only view, zero-copy.
 
         Fields ``prev`` and ``next`` (uint32) are the neighbours in the free queue, 2**32 - 1
-        for both outside of it; ``ref_cnt`` (int32) counts holders. The last row is the
-        queue's end: its ``next`` is the head, its ``prev`` the tail.
+        for both outside of it; ``ref_cnt`` (int32) counts holders outside of the queue, and is
+        0 or a negative note of the queue's inside. The last row is the queue's end: its
+        ``next`` is the head, its ``prev`` the tail.
         """
         return view_column(
             self, self.core.blocks.states,
@@ -1388,8 +1411,10 @@ cdef class BlockPool:
 
     @property
     def ref_cnts(self):
-        """(num_gpu_blocks,) int32, read-only view: holders of each block."""
-        return self.states["ref_cnt"][:self.core.blocks.num_blocks]
+        """(num_gpu_blocks,) int32 array: holders of each block; of block 0 it means nothing."""
+        counts = self.states["ref_cnt"][:self.core.blocks.num_blocks].copy()
+        np.maximum(counts[1:], 0, out=counts[1:])
+        return counts
 
     @property
     def key_num_tokens(self):
