@@ -4,7 +4,7 @@
 vLLM promises no stability for the classes that cpool replaces. For each release that cpool was
 tested with, ``contracts/`` holds a description of them: every signature, every attribute, and
 a digest of the code, so that a change inside a method counts as much as a new argument.
-``python -m cpool.vllm.contract`` prints the description of the vLLM that is installed.
+``python -m cpool.vllm`` prints the description of the vLLM that is installed.
 """
 
 import ast
@@ -13,12 +13,13 @@ import inspect
 import io
 import json
 import re
-import sys
 import textwrap
 import tokenize
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module, resources
 from types import FunctionType
+from typing import Any
 
 # Everything cpool replaces ...
 REPLACED_CLASSES = {
@@ -26,7 +27,11 @@ REPLACED_CLASSES = {
     "vllm.v1.core.kv_cache_utils": ("KVCacheBlock", "FreeKVCacheBlockQueue"),
     "vllm.v1.hisparse.block_pool": ("SharedEventQueueBlockPool",),
 }
-# ... and everything it calls.
+REPLACED_FUNCTIONS = {
+    "vllm.v1.core.kv_cache_utils": ("get_request_block_hasher", "hash_block_tokens"),
+    "vllm.utils.hashing": ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor"),
+}
+# ... and everything it calls or reads.
 CALLED_FUNCTIONS = {
     "vllm.v1.core.kv_cache_utils": (
         "generate_block_hash_extra_keys",
@@ -38,6 +43,16 @@ CALLED_FUNCTIONS = {
     "vllm.multimodal.utils": ("get_mm_features_in_window",),
 }
 CALLED_CLASSES = {"vllm.v1.core.kv_cache_metrics": ("KVCacheMetricsCollector",)}
+REQUEST_ATTRIBUTES = (
+    "_all_token_ids",
+    "all_token_ids",
+    "block_hashes",
+    "cache_salt",
+    "lora_request",
+    "mm_features",
+    "prompt_embeds",
+    "session_id",
+)
 EVENT_TYPES = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 
 
@@ -101,35 +116,46 @@ def find_contract(version: str, found: dict[str, str]) -> Contract:
 def describe() -> dict[str, str]:
     """Describes the classes and functions of the vLLM that this process imports."""
     entries: dict[str, str] = {}
-    for module, name in replaced_names():
-        entries |= describe_class(stock_object(module, name))
-        entries[f"{name} code"] = code_digest(stock_object(module, name))
-    for module, names in CALLED_CLASSES.items():
-        for name in names:
-            entries |= describe_class(stock_object(module, name))
-    for module, names in CALLED_FUNCTIONS.items():
-        for name in names:
-            function = getattr(import_module(module), name, None)
-            if function is not None:
-                entries[name] = signature(function)
+    for name, value in find_all(REPLACED_CLASSES):
+        entries |= describe_class(value)
+        entries[f"{name} code"] = code_digest(value)
+    for name, value in find_all(REPLACED_FUNCTIONS):
+        entries[name] = signature(value)
+        entries[f"{name} code"] = code_digest(value)
+    for _, value in find_all(CALLED_CLASSES):
+        entries |= describe_class(value)
+    for name, value in find_all(CALLED_FUNCTIONS):
+        entries[name] = signature(value)
     events = import_module("vllm.distributed.kv_events")
     for name in EVENT_TYPES:
         entries[f"{name} fields"] = " ".join(getattr(events, name).__struct_fields__)
-    entries["BlockPool attributes"] = " ".join(sorted(pool_attributes()))
+    entries["BlockPool attributes"] = " ".join(sorted(vars(make_pool())))
+    entries["Request attributes"] = " ".join(
+        name for name in REQUEST_ATTRIBUTES if hasattr(make_request(), name)
+    )
     return entries
 
 
-def replaced_names() -> list[tuple[str, str]]:
-    return [(module, name) for module, names in REPLACED_CLASSES.items() for name in names]
+def find_all(names: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, Any]]:
+    """Yields what modules hold under the given names; drift() reports those that are absent."""
+    for module_name, names_in_module in names.items():
+        module = import_module(module_name)
+        for name in names_in_module:
+            if hasattr(module, name):
+                yield name, getattr(module, name)
 
 
-def stock_object(module: str, name: str) -> object:
-    return getattr(import_module(module), name)
+def make_pool() -> Any:
+    from vllm.v1.core.block_pool import BlockPool
+
+    return BlockPool(num_gpu_blocks=2, enable_caching=True, hash_block_size=16)
 
 
-def pool_attributes() -> list[str]:
-    pool_type = stock_object("vllm.v1.core.block_pool", "BlockPool")
-    return list(vars(pool_type(num_gpu_blocks=2, enable_caching=True, hash_block_size=16)))
+def make_request() -> Any:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
+
+    return Request("", [1], SamplingParams(max_tokens=1), None)
 
 
 def describe_class(cls: type) -> dict[str, str]:
@@ -159,10 +185,10 @@ def signature(function: FunctionType) -> str:
     return str(inspect.Signature(parameters))
 
 
-def code_digest(cls: type) -> str:
-    """Returns a digest of the source of ``cls`` that comments, docstrings and layout don't move."""
+def code_digest(code: type | FunctionType) -> str:
+    """Returns a digest of source that doesn't move with comments, docstrings and layout."""
     try:
-        source = textwrap.dedent(inspect.getsource(cls))
+        source = textwrap.dedent(inspect.getsource(code))
     except OSError:
         return "no source"
     lines = source.splitlines(keepends=True)
@@ -188,8 +214,3 @@ def docstring_span(node: ast.AST) -> tuple[tuple[int, int], tuple[int, int]] | N
         return None
     text = node.body[0]
     return (text.lineno, text.col_offset), (text.end_lineno, text.end_col_offset)
-
-
-if __name__ == "__main__":
-    json.dump(describe(), sys.stdout, indent=1, sort_keys=True)
-    sys.stdout.write("\n")

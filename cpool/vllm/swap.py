@@ -83,14 +83,14 @@ def install() -> bool:
             ) from None
         logger.warning("cpool is not used, vLLM keeps its own block pool: %s", drift)
         return False
-    replacements = replace_classes(release)
+    replacements = replace_all(release)
     _installation = Installation(version, release, tuple(replacements))
     logger.debug("cpool will manage the KV cache blocks (contract of vLLM %s)", release)
     return True
 
 
-def replace_classes(release: str) -> list[tuple[object, object]]:
-    from cpool.vllm import pool
+def replace_all(release: str) -> list[tuple[object, object]]:
+    from cpool.vllm import hashing, pool
 
     pool_module, utils_module = import_module(POOL_MODULE), import_module(UTILS_MODULE)
     replacements: list[tuple[object, object]] = [
@@ -98,6 +98,7 @@ def replace_classes(release: str) -> list[tuple[object, object]]:
         (pool_module.BlockHashToBlockMap, pool.BlockHashToBlockMap),
         (utils_module.KVCacheBlock, pool.KVCacheBlock),
         (utils_module.FreeKVCacheBlockQueue, pool.FreeKVCacheBlockQueue),
+        (utils_module.get_request_block_hasher, hashing.request_block_hasher(release)),
     ]
     rebind.replace_everywhere(replacements, KEEP)
     for module_name, class_name in SUBCLASS_MODULES.items():

@@ -10,7 +10,6 @@ import pytest
 pytest.importorskip("vllm", reason="needs a vLLM: tests/vllm/run --own-tests")
 
 import torch
-from differential import Metrics, assert_same, build_managers, make_request, observe
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.kv_cache_interface import (
@@ -20,6 +19,8 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     SlidingWindowSpec,
 )
+
+from .differential import Metrics, assert_same, build_managers, make_request, observe
 
 BLOCK_SIZE = 4
 NUM_STEPS = 250

@@ -7,7 +7,10 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs a vLLM: tests/vllm/run --own-tests")
 
-from differential import (
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+
+from .differential import (
     Metrics,
     OurBlockPool,
     StockBlockPool,
@@ -15,8 +18,6 @@ from differential import (
     make_request,
     observe,
 )
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 HASH_BLOCK_SIZE = 2
 BLOCK_SIZE = 4
