@@ -33,6 +33,8 @@ if asan:
 
 EXTENSIONS = [
     "cpool.core.pool",
+    "cpool.hashing.chain",
+    "cpool.hashing.block_hashes",
 ]
 
 directives = {

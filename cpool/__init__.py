@@ -4,15 +4,20 @@
 from cpool.core.contract import BlockIdError, ContractError, Registration
 from cpool.core.pool import BlockPool, KVCacheBlock
 from cpool.core.standalone import BlockHashToBlockMap, FreeKVCacheBlockQueue
+from cpool.hashing import BlockHashes, BlockHasher, BlockHashListWithBlockSize, hash_tokens
 
 __all__ = [
+    "BlockHashListWithBlockSize",
     "BlockHashToBlockMap",
+    "BlockHasher",
+    "BlockHashes",
     "BlockIdError",
     "BlockPool",
     "ContractError",
     "FreeKVCacheBlockQueue",
     "KVCacheBlock",
     "Registration",
+    "hash_tokens",
 ]
 
 __version__ = "0.1.0"

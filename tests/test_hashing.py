@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""BlockHasher and hash_tokens against pickle, cbor2, hashlib and xxhash themselves."""
+
+import array
+import hashlib
+import os
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cpool.hashing import ALGORITHMS, BlockHasher, default_root, hash_tokens
+
+cbor2 = pytest.importorskip("cbor2", reason="optional package cbor2 is missing")
+xxhash = pytest.importorskip("xxhash", reason="optional package xxhash is missing")
+
+EDGES = [s * (1 << b) + d for b in (0, 5, 8, 16, 31, 32, 39, 63) for s in (1, -1) for d in (-1, 0)]
+TOKENS = st.one_of(
+    st.integers(0, 2**18), st.sampled_from(EDGES), st.integers(-(2**64), 2**64), st.booleans()
+)
+LEAVES = st.one_of(
+    st.none(), st.text(max_size=300), st.binary(max_size=300), st.integers(), st.booleans()
+)
+KEYS = st.one_of(
+    st.none(),
+    st.tuples(),
+    st.lists(st.lists(LEAVES, min_size=1, max_size=3).map(tuple), min_size=1, max_size=3).map(
+        tuple
+    ),
+)
+
+
+def reference(token_ids, size, algorithm, root, extra_keys=None):
+    """Hash block by block, in plain Python."""
+    parent, hashes = root, []
+    for i in range(len(token_ids) // size):
+        keys = extra_keys[i] if extra_keys is not None else None
+        block = (parent, tuple(token_ids[i * size : (i + 1) * size]), keys)
+        if algorithm.endswith("_cbor"):
+            message = cbor2.dumps(block, canonical=True)
+        else:
+            message = pickle.dumps(block, protocol=5)
+        if algorithm.startswith("xxhash"):
+            parent = xxhash.xxh3_128_digest(message)
+        else:
+            parent = hashlib.sha256(message).digest()
+        hashes.append(parent)
+    return hashes
+
+
+@pytest.fixture(params=ALGORITHMS)
+def algorithm(request):
+    return request.param
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.sampled_from(ALGORITHMS),
+    st.lists(TOKENS, max_size=80),
+    st.integers(1, 40),
+    st.lists(KEYS, min_size=80, max_size=80),
+)
+def test_hashes_are_those_of_the_serializers_themselves(algorithm, token_ids, size, keys):
+    extra_keys = keys[: len(token_ids) // size]
+    hashes = hash_tokens(token_ids, size, algorithm, extra_keys=extra_keys)
+    assert hashes == reference(token_ids, size, algorithm, default_root(algorithm), extra_keys)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 23, 24, 255, 256, 257, 5000, 13_000, 21_824, 21_860])
+def test_every_header_length_of_a_block(algorithm, size):
+    # From 13 000 tokens of 5 bytes on, a pickle takes more than one frame; with 3-byte tokens
+    # the last two sizes lie on both sides of that limit.
+    for token in (300, 100_000):
+        token_ids = [token] * (2 * size)
+        expected = reference(token_ids, size, algorithm, default_root(algorithm))
+        assert hash_tokens(token_ids, size, algorithm) == expected
+
+
+def test_pickle_at_each_length_around_the_limit_of_a_frame():
+    root = default_root("sha256")
+    empty = len(pickle.dumps((root, (300,) * 4, None), protocol=5)) - 4 * 3 - 11
+    size = (65536 - empty) // 3
+    for pad in range(-6, 7):
+        token_ids = [300] * (size - 2) + [100_000] * 2  # two bytes more for each
+        expected = reference(token_ids[: size + pad], size + pad, "sha256", root)
+        assert hash_tokens(token_ids[: size + pad], size + pad) == expected
+
+
+@pytest.mark.parametrize("native_digest", [True, False])
+@pytest.mark.parametrize("native_encoding", [True, False])
+def test_each_fallback_gives_the_same_hashes(algorithm, native_digest, native_encoding):
+    hasher = BlockHasher(16, algorithm)
+    hasher._native_digest = native_digest and hasher._native_digest
+    hasher._native_encoding = native_encoding and hasher._native_encoding
+    token_ids = [(i * 7919) % 150_000 for i in range(400)]
+    keys = [(("lora", "a", "/a"),), None] * 12 + [(("mm", "c" * 64, 5),)]
+    expected = reference(token_ids, 16, algorithm, hasher.root, keys)
+    assert hasher.new_hashes(token_ids, [], keys) == expected
+
+
+@pytest.mark.parametrize("typecode", "bBhHiIlLqQ")
+def test_buffers_of_every_integer_type_hash_as_their_values(algorithm, typecode):
+    bits = 8 * array.array(typecode).itemsize
+    low = -(1 << bits - 1) if typecode.islower() else 0
+    values = [low, low + 1, 0, 1, 100, low + (1 << bits) - 1, low + (1 << bits) - 2, 7]
+    expected = reference(values, 2, algorithm, default_root(algorithm))
+    buffer = array.array(typecode, values)
+    assert hash_tokens(buffer, 2, algorithm) == expected
+    assert hash_tokens(np.array(buffer), 2, algorithm) == expected
+    assert hash_tokens(memoryview(buffer), 2, algorithm) == expected
+    every_third = np.zeros(3 * len(values), dtype=np.array(buffer).dtype)
+    every_third[::3] = values
+    assert hash_tokens(every_third[::3], 2, algorithm) == expected
+    assert hash_tokens(np.array(buffer)[::-1], 2, algorithm) == reference(
+        values[::-1], 2, algorithm, default_root(algorithm)
+    )
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        np.zeros((2, 2), np.int64),
+        np.zeros(4),
+        np.zeros(4, bool),
+        np.zeros(4, ">i4"),
+        np.array(3),
+    ],
+)
+def test_other_buffers_are_refused(buffer):
+    with pytest.raises(TypeError, match="not one dimension of native integers"):
+        hash_tokens(buffer, 2)
+
+
+def test_numpy_scalars_in_a_list_hash_as_pickle_writes_them():
+    token_ids = list(np.arange(8))
+    assert hash_tokens(token_ids, 4) == reference(token_ids, 4, "sha256", default_root("sha256"))
+    assert hash_tokens(token_ids, 4) != hash_tokens(range(8), 4)
+
+
+def test_pickle_tells_one_string_twice_from_two_equal_strings():
+    name = "adapter" * 3
+    twin = "".join(["adapter"] * 3)
+    assert name == twin
+    assert name is not twin
+    for keys in [(("lora", name, name),), (("lora", name, twin),)]:
+        for algorithm in ALGORITHMS:
+            expected = reference([1, 2, 3, 4], 2, algorithm, default_root(algorithm), [keys, keys])
+            assert hash_tokens([1, 2, 3, 4], 2, algorithm, extra_keys=[keys, keys]) == expected
+    one = hash_tokens([1, 2], 2, extra_keys=[(("lora", name, name),)])
+    two = hash_tokens([1, 2], 2, extra_keys=[(("lora", name, twin),)])
+    assert one != two
+    assert hash_tokens([1, 2], 2, "sha256_cbor", extra_keys=[(("lora", name, name),)]) == (
+        hash_tokens([1, 2], 2, "sha256_cbor", extra_keys=[(("lora", name, twin),)])
+    )
+
+
+def test_keys_that_hold_their_own_root_share_its_memo_entry():
+    root = bytes(range(32))
+    keys = (("parent", root),)
+    expected = reference([1, 2, 3], 1, "sha256", root, [keys] * 3)
+    assert hash_tokens([1, 2, 3], 1, root=root, extra_keys=[keys] * 3) == expected
+
+
+def test_keys_that_change_between_blocks_are_read_for_each():
+    keys = ["a"]
+
+    def extra_keys(start, stop):
+        keys[0] = f"tokens {start} to {stop}"
+        return keys
+
+    expected = reference(
+        range(6),
+        2,
+        "sha256",
+        default_root("sha256"),
+        [["tokens 0 to 2"], ["tokens 2 to 4"], ["tokens 4 to 6"]],
+    )
+    assert hash_tokens(range(6), 2, extra_keys=extra_keys) == expected
+
+
+def test_a_growing_sequence_gets_only_its_new_hashes(algorithm):
+    hasher = BlockHasher(4, algorithm)
+    token_ids, hashes = [], []
+    for i in range(50):
+        token_ids.append(i * 1000)
+        new = hasher.new_hashes(token_ids, hashes)
+        assert len(new) == (1 if len(token_ids) % 4 == 0 else 0)
+        hashes.extend(new)
+    assert hashes == reference(token_ids, 4, algorithm, hasher.root)
+
+
+class ReadOnlyList:
+    """A sequence without a buffer, as vLLM's ConstantList."""
+
+    def __init__(self, items):
+        self.items = items
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, index):
+        return self.items[index]
+
+
+@pytest.mark.parametrize("kind", [list, tuple, ReadOnlyList, np.array, range])
+def test_new_hashes_reads_any_sequence_from_where_it_was(kind):
+    values = range(40) if kind is range else kind(list(range(40)))
+    expected = reference(range(40), 4, "sha256", default_root("sha256"))
+    hasher = BlockHasher(4)
+    assert hasher.new_hashes(values, expected[:3]) == expected[3:]
+    assert hasher.new_hashes(values, tuple(expected)) == []
+
+
+class Request:
+    def __init__(self, token_ids, adapter=None):
+        self.all_ids, self.hashes, self.adapter = token_ids, [], adapter
+
+
+def test_a_request_hasher_asks_for_keys_only_when_a_block_is_full(algorithm):
+    asked = []
+
+    def extra_keys(request, first_token):
+        asked.append(first_token)
+        return lambda start, stop: (("lora", request.adapter, start),)
+
+    hash_request = BlockHasher(4, algorithm).for_requests("all_ids", "hashes", extra_keys)
+    request = Request([], "a")
+    for token in range(14):
+        request.all_ids.append(token)
+        request.hashes.extend(hash_request(request))
+    keys = [(("lora", "a", start),) for start in (0, 4, 8)]
+    assert asked == [0, 4, 8]
+    assert request.hashes == reference(range(14), 4, algorithm, default_root(algorithm), keys)
+
+
+def test_a_request_hasher_without_keys(algorithm):
+    hash_request = BlockHasher(4, algorithm).for_requests("all_ids", "hashes")
+    expected = reference(range(10), 4, algorithm, default_root(algorithm))
+    assert hash_request(Request(list(range(10)))) == expected
+
+
+def test_bad_tokens_are_named_with_their_place(algorithm):
+    for bad in (1.5, "x", None, b"1", 2 + 0j):
+        with pytest.raises(TypeError, match=r"token 5 is not an integer"):
+            hash_tokens([0, 1, 2, 3, 4, bad, 6, 7], 4, algorithm)
+        with pytest.raises(TypeError, match=r"token 9 is not an integer"):  # behind the blocks
+            hash_tokens([0] * 9 + [bad], 4, algorithm)
+        hasher = BlockHasher(4, algorithm)
+        with pytest.raises(TypeError, match=r"token 9 is not an integer"):
+            hasher.new_hashes([0] * 9 + [bad] * 3, [bytes(hasher.hash_width)] * 2)
+
+
+def test_a_token_without_cbor_is_named_with_its_place():
+    with pytest.raises(TypeError, match=r"token 6, .* has no encoding"):
+        hash_tokens([0, 1, 2, 3, 4, 5, np.int64(6), 7], 4, "sha256_cbor")
+    with pytest.raises(TypeError, match=r"token 1, .* has no encoding"):
+        hash_tokens([0, np.int64(6)], 4, "sha256_cbor")
+
+
+def test_keys_without_encoding_are_named_with_their_block(algorithm):
+    keys = [None, (("mm", lambda: 0, 3),)]
+    with pytest.raises(TypeError, match=r"extra keys of block 1 \(tokens 4 to 7\)"):
+        hash_tokens(range(8), 4, algorithm, extra_keys=keys)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_wrong_number_of_keys_is_refused(count):
+    with pytest.raises(ValueError, match=f"extra_keys has {count} entries for 2 blocks"):
+        hash_tokens(range(8), 4, extra_keys=[None] * count)
+
+
+def test_an_error_in_a_keys_function_comes_through():
+    with pytest.raises(ZeroDivisionError):
+        hash_tokens(range(8), 4, extra_keys=lambda start, stop: 1 // start)
+
+
+def test_a_list_that_shrinks_under_the_hasher_is_refused():
+    token_ids = list(range(40))
+
+    def extra_keys(start, stop):
+        del token_ids[10:]
+
+    with pytest.raises(ValueError, match="lost tokens"):
+        hash_tokens(token_ids, 4, extra_keys=extra_keys)
+
+
+def test_parents_of_another_width_are_refused(algorithm):
+    width = BlockHasher(4, algorithm).hash_width
+    with pytest.raises(ValueError, match=f"has {width} bytes, not 20"):
+        BlockHasher(4, algorithm, root=bytes(20))
+    with pytest.raises(ValueError, match=f"has {width} bytes, not 0"):
+        BlockHasher(4, algorithm).new_hashes(range(8), [b""])
+    with pytest.raises(TypeError, match="must be bytes, not str"):
+        BlockHasher(4, algorithm, root="x" * width)
+
+
+@pytest.mark.parametrize("size", [0, -1, 1 << 40])
+def test_block_sizes_out_of_range_are_refused(size):
+    with pytest.raises(ValueError, match=f"hash_block_size is {size}"):
+        BlockHasher(size)
+
+
+@pytest.mark.parametrize("name", ["md5", "", None, ["sha256"]])
+def test_unknown_algorithms_are_refused(name):
+    with pytest.raises(ValueError, match="not one of sha256, sha256_cbor"):
+        BlockHasher(16, name)
+
+
+def test_a_hasher_survives_pickling(algorithm):
+    hasher = BlockHasher(8, algorithm)
+    twin = pickle.loads(pickle.dumps(hasher))
+    assert (twin.root, twin.hash_block_size, twin.algorithm) == (hasher.root, 8, algorithm)
+
+
+def root_in_new_process(algorithm, seed):
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONHASHSEED"}
+    if seed is not None:
+        env["PYTHONHASHSEED"] = seed
+    code = f"from cpool.hashing import default_root as r; print(r({algorithm!r}).hex())"
+    paths = os.pathsep.join(filter(None, sys.path))
+    env["PYTHONPATH"] = paths
+    return subprocess.run(
+        [sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+def test_the_root_is_secret_for_xxhash_alone_unless_a_seed_is_set(algorithm):
+    same = root_in_new_process(algorithm, None) == root_in_new_process(algorithm, None)
+    assert same != algorithm.startswith("xxhash")
+    assert root_in_new_process(algorithm, "7") == root_in_new_process(algorithm, "7")
+    assert root_in_new_process(algorithm, "7") != root_in_new_process(algorithm, "8")
+
+
+def test_two_hashers_of_a_process_share_their_root(algorithm):
+    assert BlockHasher(4, algorithm).root == BlockHasher(8, algorithm).root
