@@ -22,30 +22,32 @@ cdef class EventRun:
     def encode_run(self, legacy_array=False):
         """msgpack bytes of the events, one behind the other."""
         from cpool.events import types, wire
-        return wire.encode_events(self.expand(types), legacy_array)
-
-
-cdef packed struct RemovedKey:
-    uint32_t group
-    uint8_t width           # bytes of the digest, which follows
+        return b"".join(
+            [wire.encode_event(event, legacy_array) for event in self.expand(types)]
+        )
 
 
 cdef class RemovedRun(EventRun):
     """Keys that left, in order; each is one `BlockRemoved`."""
-    cdef Array array
-    cdef size_t row_bytes
-    cdef size_t count
-    cdef object fields      # (medium, locality, ownership)
 
     def __dealloc__(self):
         memory.release(&self.array)
 
-    cdef RemovedKey* row(self, size_t i):
-        return <RemovedKey*>(self.array.data + i * self.row_bytes)
+    cdef RemovedKey* row(self, size_t i) noexcept:
+        return <RemovedKey*>(self.rows + i * self.row_bytes)
 
-    cdef void append(self, const keys.Space* space, const uint8_t* digest) noexcept:
-        # There is room: reserve_removed was told of every key.
-        cdef RemovedKey* row = <RemovedKey*>(self.array.data + self.count * self.row_bytes)
+    cdef RemovedRun part(self, size_t start, size_t stop):
+        cdef RemovedRun run = RemovedRun.__new__(RemovedRun)
+        run.whole = self
+        run.rows = self.rows + start * self.row_bytes
+        run.row_bytes = self.row_bytes
+        run.count = stop - start
+        run.fields = self.fields
+        return run
+
+    cdef void append(self, const Space* space, const uint8_t* digest) noexcept:
+        # There is room: whoever made the run counted the keys.
+        cdef RemovedKey* row = self.row(self.count)
         row.group = space.group
         row.width = <uint8_t>space.width
         memcpy(<uint8_t*>row + sizeof(RemovedKey), digest, space.width)
@@ -85,7 +87,6 @@ cdef class RemovedRun(EventRun):
         cdef bytes before, behind
         cdef bint as_int
         cdef uint32_t group = 0
-        cdef bytes tail = b""
         from cpool.events import types, wire
         as_int = types.uses_int_hashes()
         memset(&writer, 0, sizeof(Writer))
@@ -109,19 +110,12 @@ cdef RemovedRun make_removed_run(object fields, size_t count, uint32_t stride):
     run.fields = fields
     run.row_bytes = sizeof(RemovedKey) + stride
     memory.allocate(&run.array, count, run.row_bytes)
+    run.rows = run.array.data
     return run
 
 
 cdef class StoredRun(EventRun):
     """Blocks that one call registered one after the other; one `BlockStored`."""
-    cdef bytes rows                 # digests, `width` bytes each
-    cdef uint32_t width
-    cdef object parent              # digest, or None
-    cdef object token_ids           # list, or an array of our own
-    cdef object block_size
-    cdef object group
-    cdef object medium
-    cdef object description         # EventFields of the call, or None
 
     @property
     def num_events(self):

@@ -77,9 +77,9 @@ def encode_batch(
         if encode_run is not None:
             num_events += event.num_events
             encoded.append(encode_run(legacy_array))
-            continue
-        num_events += 1
-        encoded.append(_encode(_as_array(event) if legacy_array else event))
+        else:
+            num_events += 1
+            encoded.append(encode_event(event, legacy_array))
     return b"".join(
         [
             _BATCH_LENGTH,
@@ -89,6 +89,18 @@ def encode_batch(
             _encode(data_parallel_rank),
         ]
     )
+
+
+def encode_event(event: Any, legacy_array: bool = False) -> bytes:
+    """Encode one event object."""
+    return _encode(_as_array(event) if legacy_array else event)
+
+
+def split_removed(removed: BlockRemoved, legacy_array: bool) -> tuple[bytes, bytes]:
+    """What stands before and behind the hash of an encoded removal of the hash 0."""
+    whole = encode_event(removed, legacy_array)
+    place = whole.index(b"\x91\x00") + 1
+    return whole[:place], whole[place + 1 :]
 
 
 def decode_batch(payload: bytes) -> EventBatch:
