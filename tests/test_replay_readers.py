@@ -157,6 +157,11 @@ def test_the_block_size_is_inferred(tmp_path, size, is_ceil):
     assert trace.block_size_from == "inferred from the first 6 requests"
 
 
+def test_one_request_may_be_enough_to_tell_the_block_size(tmp_path):
+    # One block of 32 would hold it, so it is not 32.
+    assert trace_of(tmp_path, line(32, [1, 2])).block_size == 16
+
+
 def test_a_block_size_that_cannot_be_told_is_asked_for(tmp_path):
     with pytest.raises(TraceError, match=r"possible: 32, 64, 128, .* give it with --block-size"):
         trace_of(tmp_path, line(40, [1]))
@@ -180,7 +185,7 @@ def weka(seconds, hash_ids, tokens=None):
 
 
 def test_sessions_are_merged_by_time_and_their_ids_kept_apart(tmp_path):
-    (tmp_path / "trace_10.json").write_text(session(weka(0, [1, 2]), weka(9, [1, 2, 3])))
+    (tmp_path / "trace_10.json").write_text(session(weka(0, [2, 1]), weka(9, [2, 1, 3])))
     (tmp_path / "trace_9.json").write_text(session(weka(0, [1]), weka(5.5, [1, 2])))
     trace = open_trace(str(tmp_path))
     assert (trace.format, trace.block_size) == ("weka", 64)

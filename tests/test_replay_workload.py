@@ -230,9 +230,10 @@ def test_rag_hits_like_the_question_service():
 def test_agent_hits_nearly_everything_once_the_sessions_at_once_fit(num_requests):
     block_size = 64
     prompts = [r.input_length for r in generate("agent", num_requests).requests]
-    knee = 32 * int(np.mean(prompts)) // block_size
-    found = Measured("agent", num_requests, block_size, [knee // 4, knee, 2 * knee])
+    at_once = 32 * int(np.mean(prompts)) // block_size
+    found = Measured("agent", num_requests, block_size, [at_once // 8, at_once])
     assert 0.93 <= found.ideal <= 0.97
-    assert found.at[2 * knee] >= 0.98 * found.ideal
-    assert found.at[knee // 4] <= 0.85 * found.ideal
+    # Sessions that wait for their user need not fit, so the knee lies in between.
+    assert found.at[at_once] >= 0.98 * found.ideal
+    assert found.at[at_once // 8] <= 0.7 * found.ideal
     assert max(prompts) <= 200_000

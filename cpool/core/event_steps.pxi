@@ -207,9 +207,9 @@ cdef class RegistrationLog:
                 self.parent_of.values[i] = low_bits(self.source.parent_digest(i))
         return 0
 
-    cdef int reserve_removals(self, space_t space) except -1:
+    cdef int reserve_removals(self) except -1:
         # A block that is named twice is replaced by this very batch.
-        self.space = space
+        self.space = registry.find_space(&self.pool.core, self.source.group, self.rows.width)
         self.removed = make_removed_run(
             self.pool.place_fields(),
             count_replaced(&self.pool.core, self.ids, self.rows.count) + self.rows.count,
@@ -218,7 +218,10 @@ cdef class RegistrationLog:
         return 0
 
     cdef int replacing(self, size_t i) except -1:
+        # Before a registration that takes a block's keys away, if it has a primary one.
         cdef size_t before = self.removed.count
+        if not registry.has_primary(&self.pool.core, self.ids[i]):
+            return 0
         log_keys(&self.pool.core, self.ids[i], self.removed, self.truthful)
         if self.truthful and self.removed.count > before:
             self.close()

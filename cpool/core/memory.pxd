@@ -12,8 +12,17 @@ cdef extern from * nogil:
     #include <stdint.h>
     #include <sys/mman.h>
 
-    #define cpool_prefetch(address) __builtin_prefetch((address), 0, 3)
-    #define cpool_prefetch_write(address) __builtin_prefetch((address), 1, 3)
+    /* The empty volatile statement is there because GCC takes a function that only
+       prefetches for one without effects, and drops the calls of it. */
+    #define CPOOL_ALWAYS_INLINE static inline __attribute__((always_inline))
+    CPOOL_ALWAYS_INLINE void cpool_prefetch(const void *address) {
+        __builtin_prefetch(address, 0, 3);
+        __asm__ volatile("");
+    }
+    CPOOL_ALWAYS_INLINE void cpool_prefetch_write(const void *address) {
+        __builtin_prefetch(address, 1, 3);
+        __asm__ volatile("");
+    }
 
     /* Debug builds refuse the allocation that brings the countdown to 0. */
     static long cpool_num_allocations = 0;

@@ -3,7 +3,7 @@ from cpool.core.keys cimport Key, Space
 from cpool.core.memory cimport Array
 from cpool.core.parents cimport Parents
 from cpool.core.registry cimport Core, Holder
-from cpool.core.types cimport block_id_t, int64_t, space_t, uint8_t, uint32_t, uint64_t
+from cpool.core.types cimport block_id_t, hash_t, int64_t, space_t, uint8_t, uint32_t, uint64_t
 from cpython.buffer cimport Py_buffer
 from cpython.object cimport PyObject
 
@@ -57,6 +57,28 @@ cdef class RemovedRun(EventRun):
     cdef RemovedKey* row(self, size_t i) noexcept
     cdef RemovedRun part(self, size_t start, size_t stop)
     cdef void append(self, const Space* space, const uint8_t* digest) noexcept
+
+
+cdef struct StoredSpan:
+    uint32_t start          # its first row
+    uint32_t count          # rows, one behind the other in their prefix
+    uint32_t parent         # row of the parent, NO_RECORD when it is not resident
+    uint32_t block_size     # tokens
+    space_t space
+
+
+cdef class SnapshotRun(EventRun):
+    cdef Array digest_array     # `stride` bytes a row, parents before their children
+    cdef Array span_array
+    cdef StoredSpan* spans      # one event each
+    cdef size_t num_rows
+    cdef size_t num_spans
+    cdef uint32_t stride
+    cdef list spaces            # (group, width) of each space
+    cdef dict descriptions      # group -> further fields of its events
+    cdef object medium
+
+    cdef bytes digest(self, size_t row, size_t width)
 
 
 cdef class StoredRun(EventRun):
@@ -118,7 +140,7 @@ cdef class RegistrationLog:
 
     cdef bint follows(self, size_t i) noexcept
     cdef int find_parents(self) except -1
-    cdef int reserve_removals(self, space_t space) except -1
+    cdef int reserve_removals(self) except -1
     cdef int replacing(self, size_t i) except -1
     cdef int registered(self, size_t i, bint is_new) except -1
     cdef bint has_resident_parent(self, size_t i) except -1
@@ -195,6 +217,13 @@ cdef class BlockPool:
         self, const block_id_t* ids, const uint64_t* ends, HashBatch batch, uint32_t group,
         uint64_t size, EventSource source, object stored,
     ) except -1
+    cdef int register_step(
+        self, const block_id_t* ids, const uint64_t* ends, HashBatch batch, size_t first,
+        size_t total, uint32_t group, RegistrationLog log,
+    ) except -1
+    cdef bint register_one(
+        self, block_id_t id, const Key* key, hash_t hash, uint32_t num_tokens
+    ) noexcept
     cdef int check_batch_width(self, HashBatch rows) except -1
     cdef uint64_t check_boundary(self, object num_tokens) except? 0
     cdef bint holds(self, block_id_t id, bytes digest, uint32_t group) except -1
@@ -206,7 +235,8 @@ cdef class BlockPool:
     cdef int forget_keys(self) except -1
     cdef object types_of_events(self)
     cdef object make_stored(
-        self, object request, list digests, object parent, object start, object end, object block_size, object group, list ranges
+        self, object request, list digests, object parent, object start, object end,
+        object block_size, object group, list ranges
     )
     cdef dict describe(self, object group)
     cdef tuple place_fields(self)
@@ -229,3 +259,4 @@ cdef class BlockPool:
     cdef int emit_removed(self, RemovedRun removed, bint compact) except -1
     cdef int emit_arrival(self, bytes key) except -1
     cdef int emit_departure(self, Holder holder) except -1
+    cdef SnapshotRun take_snapshot(self)

@@ -41,7 +41,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from cpool.core.contract import BlockIdError, ContractError, Registration
+from cpool.core.contract import BlockIdError, ContractError, EventSnapshot, Registration
 from cpool.core.standalone import BlockHashToBlockMap, FreeKVCacheBlockQueue
 
 cdef extern from *:
@@ -51,7 +51,7 @@ cdef extern from *:
 cdef enum:
     NULL_BLOCK = 0
     MAX_REF_CNT = 0x7FFFFFFF
-    TRIMMED_FROM = 1024             # registrations in one call
+    STEP = 1024                     # registrations that memory is reserved for at once
     CHECKED_UP_TO_BLOCKS = 4096     # debug builds check pools of this size after each operation
 
 cdef object empty = np.empty
@@ -64,6 +64,7 @@ include "arguments.pxi"
 include "steps.pxi"
 include "event_runs.pxi"
 include "event_steps.pxi"
+include "snapshot.pxi"
 include "handles.pxi"
 include "views.pxi"
 
@@ -912,57 +913,81 @@ cdef class BlockPool:
     ) except -1:
         # The commit of both grains. Registers row i for ids[i], which check_new_keys passed.
         # With events on `source` describes the rows and `stored` is the event for all of them.
-        cdef size_t start = 0, width, i, count = batch.count
-        cdef hash_t hashes[32]
-        cdef Key key
-        cdef Holder holder
+        # Memory is reserved for the worst case: every key is already another block's. For a
+        # large batch that is much, so it goes step by step where steps can be undone.
+        cdef size_t step = batch.count, start = 0, count
         cdef RegistrationLog log = None
-        cdef uint64_t num_keys
         if source is not None:
             log = self.start_log(ids, ends, batch, group, size, source)
-        if count == 0:
-            if log is not None:
-                log.finish(stored)
-            return 0
-        key.space = registry.reserve(&self.core, group, batch.width, count, count_extra(
-            &self.core, ids, count
-        ))
+        if batch.count > STEP and not any_has_keys(&self.core, ids, batch.count):
+            step = STEP
+        while start < batch.count:
+            count = min(step, batch.count - start)
+            try:
+                registry.reserve(
+                    &self.core, group, batch.width, count,
+                    count_extra(&self.core, ids + start, count),
+                )
+                if log is not None and start == 0:
+                    self.reserve_parents()
+                    log.reserve_removals()
+            except (MemoryError, ValueError):
+                drop_all(&self.core, ids, start)
+                raise
+            self.register_step(ids + start, ends + start, batch, start, count, group, log)
+            start += count
         if log is not None:
-            self.reserve_parents()
-            log.reserve_removals(key.space)
-        while start < count:
-            width = min(count - start, <size_t>registry.PIPELINE)
-            for i in range(start, start + width):
-                key.digest = batch.rows + i * batch.row_bytes
+            log.finish(stored)
+        return 0
+
+    cdef int register_step(
+        self, const block_id_t* ids, const uint64_t* ends, HashBatch batch, size_t first,
+        size_t total, uint32_t group, RegistrationLog log,
+    ) except -1:
+        # After reserve(). Row `first` belongs to ids[0].
+        cdef hash_t hashes[registry.PIPELINE]
+        cdef const uint8_t* rows = batch.rows + first * batch.row_bytes
+        cdef size_t start = 0, count, i
+        cdef Key key
+        key.space = registry.find_space(&self.core, group, batch.width)
+        while start < total:
+            count = min(total - start, <size_t>registry.PIPELINE)
+            for i in range(start, start + count):
+                key.digest = rows + i * batch.row_bytes
                 hashes[i - start] = registry.hash_of(&self.core, &key)
                 table.prefetch_home(&self.core.table, hashes[i - start])
                 prefetch_write(&self.core.blocks.keys[ids[i]])
                 prefetch_write(blocks.digest_slot(&self.core.blocks, ids[i]))
                 if log is not None:
                     prefetch_write(&self.parents.of_block[ids[i]])
-            for i in range(start, start + width):
+            for i in range(start, start + count):
                 if ids[i] == NULL_BLOCK:
                     continue
-                key.digest = batch.rows + i * batch.row_bytes
-                if registry.has_primary(&self.core, ids[i]):
-                    if log is not None:
-                        log.replacing(i)
-                    registry.drop_keys(&self.core, ids[i])
-                elif reverse_index.first(&self.core.index, ids[i]) != NO_RECORD:
-                    if registry.find_held_by(&self.core, &key, ids[i], &holder):
-                        continue
-                num_keys = self.core.table.num_used
-                registry.register(
-                    &self.core, ids[i], &key, hashes[i - start], 0, <uint32_t>ends[i]
-                )
-                if log is not None:
-                    log.registered(i, self.core.table.num_used != num_keys)
-            start += width
-        if count > TRIMMED_FROM:
-            registry.trim(&self.core)
-        if log is not None:
-            log.finish(stored)
+                key.digest = rows + i * batch.row_bytes
+                if log is None:
+                    self.register_one(ids[i], &key, hashes[i - start], <uint32_t>ends[i])
+                else:
+                    log.replacing(first + i)
+                    log.registered(first + i, self.register_one(
+                        ids[i], &key, hashes[i - start], <uint32_t>ends[i]
+                    ))
+            start += count
         return 0
+
+    cdef bint register_one(
+        self, block_id_t id, const Key* key, hash_t hash, uint32_t num_tokens
+    ) noexcept:
+        # Whether the table did not have the key.
+        cdef Holder holder
+        cdef uint64_t num_keys
+        if registry.has_primary(&self.core, id):
+            registry.drop_keys(&self.core, id)
+        elif reverse_index.first(&self.core.index, id) != NO_RECORD:
+            if registry.find_held_by(&self.core, key, id, &holder):
+                return False
+        num_keys = self.core.table.num_used
+        registry.register(&self.core, id, key, hash, 0, num_tokens)
+        return self.core.table.num_used != num_keys
 
     def cache_full_ids(
         self,
@@ -1619,6 +1644,80 @@ cdef class BlockPool:
         if events:
             self.num_event_batches += 1
         return events
+
+    def snapshot_events(self):
+        """All that the pool holds now, for a consumer that comes late or lost events.
+
+        A consumer that forgets all it knows, applies these events and then every batch from
+        ``sequence`` on, holds what one does that saw everything. Events that wait for
+        `take_events` are part of that next batch and of the snapshot both: applying them
+        again changes nothing. Batches are those that `take_events` or `take_event_runs`
+        handed out, empty ones not counted, from 0.
+
+        Takes time in proportion to the pool. Token ids are not part of a snapshot.
+
+        Returns:
+            `EventSnapshot` with ``events`` and ``sequence``.
+
+        Raises:
+            ValueError: Events are off, so parents are not known.
+        """
+        if not self.enable_kv_cache_events:
+            raise ValueError("a pool knows the parents of blocks only with events on")
+        return EventSnapshot(self.take_snapshot(), self.num_event_batches)
+
+    cdef SnapshotRun take_snapshot(self):
+        cdef SnapshotRun run = SnapshotRun.__new__(SnapshotRun)
+        cdef Core* core = &self.core
+        cdef size_t count = core.table.num_used
+        cdef Array rows, index, order, scratch, sizes
+        cdef uint32_t i
+        cdef int shift = 63
+        run.medium = self.medium
+        run.stride = core.blocks.stride
+        run.spaces = [(0, 0)]
+        for i in range(1, core.num_spaces):
+            run.spaces.append((core.spaces[i].group, core.spaces[i].width))
+        run.descriptions = {group: self.describe(group) for group, _ in run.spaces}
+        if count == 0:
+            return run
+        while <size_t>1 << (64 - shift) < 2 * count:
+            shift -= 1
+        memset(&rows, 0, sizeof(Array))
+        index = order = scratch = sizes = rows
+        try:
+            memory.allocate(&run.digest_array, count, run.stride)
+            memory.allocate(&run.span_array, count, sizeof(StoredSpan))
+            memory.allocate(&rows, count, sizeof(SnapshotRow))
+            memory.allocate(&index, <size_t>1 << (64 - shift), sizeof(uint32_t))
+            memory.allocate(&order, count, sizeof(uint32_t))
+            memory.allocate(&scratch, count, sizeof(uint32_t))
+            memory.allocate(&sizes, len(run.spaces), sizeof(uint32_t))
+            for i in range(1, core.num_spaces):
+                (<uint32_t*>sizes.data)[i] = self.group_block_sizes.get(core.spaces[i].group, 0)
+            run.spans = <StoredSpan*>run.span_array.data
+            fill_rows(core, &self.parents, <SnapshotRow*>rows.data)
+            fill_index(
+                <SnapshotRow*>rows.data, count, <uint32_t*>index.data, shift, core.seed[0]
+            )
+            find_parents(
+                <SnapshotRow*>rows.data, count, <uint32_t*>index.data, shift, core.seed[0]
+            )
+            sort_by_tokens(
+                <SnapshotRow*>rows.data, count, <uint32_t*>order.data, <uint32_t*>scratch.data
+            )
+            link_spans(
+                <SnapshotRow*>rows.data, count, <uint32_t*>order.data, <uint32_t*>sizes.data,
+                self.hash_block_size,
+            )
+            write_spans(core, <SnapshotRow*>rows.data, count, <uint32_t*>order.data, run)
+        finally:
+            memory.release(&rows)
+            memory.release(&index)
+            memory.release(&order)
+            memory.release(&scratch)
+            memory.release(&sizes)
+        return run
 
     # What the pool holds ------------------------------------------------------------------
 

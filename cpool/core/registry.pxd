@@ -414,13 +414,6 @@ cdef inline int reserve(
     return space
 
 
-cdef inline void trim(Core* core) noexcept:
-    # After a large batch: what was reserved for the worst case and not needed.
-    memory.arena_trim(&core.shared.keys)
-    memory.arena_trim(&core.shared.members)
-    memory.arena_trim(&core.index.extras)
-
-
 cdef inline void join_shared(Core* core, record_id_t key_id, Holder holder) noexcept:
     cdef record_id_t id = shared_keys.append(&core.shared, key_id, holder.block, holder.extra)
     memcpy(slot_of(core, holder), &id, sizeof(record_id_t))

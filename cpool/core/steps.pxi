@@ -171,3 +171,21 @@ cdef size_t count_extra(Core* core, const block_id_t* ids, size_t count) noexcep
     for i in range(count):
         found += core.index.heads[ids[i]] != 0 and core.blocks.keys[ids[i]].space == 0
     return found
+
+
+cdef bint any_has_keys(Core* core, const block_id_t* ids, size_t count) noexcept:
+    cdef size_t i
+    for i in range(count):
+        if registry.has_primary(core, ids[i]):
+            return True
+        if reverse_index.first(&core.index, ids[i]) != NO_RECORD:
+            return True
+    return False
+
+
+cdef void drop_all(Core* core, const block_id_t* ids, size_t count) noexcept:
+    # Undoes the registration of blocks that had no keys.
+    cdef size_t i
+    for i in range(count):
+        if ids[i] != NULL_BLOCK:
+            registry.drop_keys(core, ids[i])

@@ -103,6 +103,14 @@ def split_removed(removed: BlockRemoved, legacy_array: bool) -> tuple[bytes, byt
     return whole[:place], whole[place + 1 :]
 
 
+def split_stored(stored: BlockStored) -> tuple[bytes, bytes]:
+    """An encoded store of no blocks, up to the array of hashes and behind the block size 0."""
+    whole = encode_event(stored)
+    place = whole.index(b"block_hashes") + len(b"block_hashes")
+    behind = whole.index(b"block_size") + len(b"block_size") + 1
+    return whole[:place], whole[behind:]
+
+
 def decode_batch(payload: bytes) -> EventBatch:
     """Decode one batch, whichever form its events have.
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
+from time import perf_counter
 
 from cpool.replay.ceiling import Ceiling
 from cpool.replay.engine import FullAttentionEngine
@@ -73,7 +74,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Do what the arguments say; the exit code."""
     try:
-        result = _replay(_open(args), args)
+        start = perf_counter()
+        trace = _open(args)
+        # Sessions are parsed, and the first lines of other traces, when a trace is opened.
+        result = _replay(trace, args, open_seconds=perf_counter() - start)
         if args.json:
             _write_json(result, args.json)
     except TraceError as error:
@@ -98,7 +102,7 @@ def _open(args: argparse.Namespace) -> Trace:
     return open_trace(args.trace, args.block_size, args.skip_bad)
 
 
-def _replay(trace: Trace, args: argparse.Namespace) -> Result:
+def _replay(trace: Trace, args: argparse.Namespace, open_seconds: float) -> Result:
     ceiling = Ceiling(trace.block_size)
     timed = Timed(islice(trace.requests, args.limit))
     requests: Iterable[Request] = ceiling.watch(timed)
@@ -131,7 +135,8 @@ def _replay(trace: Trace, args: argparse.Namespace) -> Result:
         "skip_bad": args.skip_bad,
         "hash_bytes": args.hash_bytes,
     }
-    return Result(trace, ceiling, runs, parameters, timed.seconds, is_interrupted)
+    parse_seconds = open_seconds + timed.seconds
+    return Result(trace, ceiling, runs, parameters, parse_seconds, is_interrupted)
 
 
 def _hold(requests: Iterable[Request], progress: Progress) -> list[Request]:

@@ -30,8 +30,6 @@ _GLOBAL = -1
 
 class _Timed(NamedTuple):
     seconds: float
-    session: int  # its place among the sessions
-    position: int
     id_space: int
     request: Request  # with the ids as they are in the file
 
@@ -66,7 +64,7 @@ class SessionReader:
     def __init__(self, skip_bad: bool) -> None:
         self._skip_bad = skip_bad
         self._timed: list[_Timed] = []
-        self.num_sessions = 0
+        self._num_sessions = 0
         self.num_skipped = 0
         self.block_size: int | None = None
 
@@ -78,8 +76,9 @@ class SessionReader:
         except (ValueError, RecursionError) as error:
             return self._refuse(name, error)
         self.block_size = block_size
-        number = _GLOBAL if session.get("hash_id_scope") == "global" else self.num_sessions
-        self.num_sessions += 1
+        is_global = session.get("hash_id_scope") == "global"
+        id_space = _GLOBAL if is_global else self._num_sessions
+        self._num_sessions += 1
         for position, (offset, record) in enumerate(records):
             try:
                 seconds, request = _parse(offset, record)
@@ -87,7 +86,7 @@ class SessionReader:
             except ValueError as error:
                 self._refuse(f"{name}, request {position + 1}", error)
             else:
-                self._timed.append(_Timed(seconds, self.num_sessions, position, number, request))
+                self._timed.append(_Timed(seconds, id_space, request))
 
     def _check(self, session: Any) -> tuple[int, list[tuple[float, Any]]]:
         if not isinstance(session, dict):
@@ -103,7 +102,8 @@ class SessionReader:
 
     def requests(self) -> Iterator[Request]:
         ids = _Ids()
-        for timed in sorted(self._timed, key=lambda timed: timed[:3]):
+        # The sort is stable: at equal times the order is that of sessions, then of positions.
+        for timed in sorted(self._timed, key=lambda timed: timed.seconds):
             hash_ids = ids.globalise(timed.id_space, timed.request.hash_ids)
             yield timed.request._replace(hash_ids=hash_ids)
 
