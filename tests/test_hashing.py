@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+import textwrap
 
 import numpy as np
 import pytest
@@ -22,16 +23,20 @@ EDGES = [s * (1 << b) + d for b in (0, 5, 8, 16, 31, 32, 39, 63) for s in (1, -1
 TOKENS = st.one_of(
     st.integers(0, 2**18), st.sampled_from(EDGES), st.integers(-(2**64), 2**64), st.booleans()
 )
+# Sampled values are the same objects each time, which a pickle tells from equal ones.
+SHARED = ["lora", "mm", "9f" * 32, "ä" * 127, "s" * 255, "s" * 256, b"d" * 255, b"d" * 256]
+SHARED += [(), ("mm", "x", 5), "", b"", "\ud800", 1.5, frozenset([1])]
 LEAVES = st.one_of(
-    st.none(), st.text(max_size=300), st.binary(max_size=300), st.integers(), st.booleans()
-)
-KEYS = st.one_of(
+    st.sampled_from(SHARED),
     st.none(),
-    st.tuples(),
-    st.lists(st.lists(LEAVES, min_size=1, max_size=3).map(tuple), min_size=1, max_size=3).map(
-        tuple
-    ),
+    st.text(max_size=4),
+    st.binary(max_size=4),
+    st.sampled_from(EDGES),
+    st.integers(),
+    st.booleans(),
 )
+TUPLES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=5).map(tuple), max_leaves=12)
+KEYS = st.one_of(st.none(), TUPLES, st.lists(LEAVES, max_size=3))
 
 
 def reference(token_ids, size, algorithm, root, extra_keys=None):
@@ -62,12 +67,17 @@ def algorithm(request):
     st.sampled_from(ALGORITHMS),
     st.lists(TOKENS, max_size=80),
     st.integers(1, 40),
-    st.lists(KEYS, min_size=80, max_size=80),
+    st.lists(KEYS, min_size=5, max_size=5).map(lambda keys: keys * 16),
 )
 def test_hashes_are_those_of_the_serializers_themselves(algorithm, token_ids, size, keys):
     extra_keys = keys[: len(token_ids) // size]
-    hashes = hash_tokens(token_ids, size, algorithm, extra_keys=extra_keys)
-    assert hashes == reference(token_ids, size, algorithm, default_root(algorithm), extra_keys)
+    try:
+        expected = reference(token_ids, size, algorithm, default_root(algorithm), extra_keys)
+    except Exception:
+        with pytest.raises(TypeError, match="extra keys of block"):
+            hash_tokens(token_ids, size, algorithm, extra_keys=extra_keys)
+    else:
+        assert hash_tokens(token_ids, size, algorithm, extra_keys=extra_keys) == expected
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 23, 24, 255, 256, 257, 5000, 13_000, 21_824, 21_860])
@@ -83,11 +93,13 @@ def test_every_header_length_of_a_block(algorithm, size):
 def test_pickle_at_each_length_around_the_limit_of_a_frame():
     root = default_root("sha256")
     empty = len(pickle.dumps((root, (300,) * 4, None), protocol=5)) - 4 * 3 - 11
-    size = (65536 - empty) // 3
-    for pad in range(-6, 7):
-        token_ids = [300] * (size - 2) + [100_000] * 2  # two bytes more for each
-        expected = reference(token_ids[: size + pad], size + pad, "sha256", root)
-        assert hash_tokens(token_ids[: size + pad], size + pad) == expected
+    lengths = set()
+    for size in range((65536 - empty) // 3 - 4, (65536 - empty) // 3 + 4):
+        for num_wide in range(3):  # tokens of 5 bytes, the others have 3
+            token_ids = [300] * (size - num_wide) + [100_000] * num_wide
+            lengths.add(empty + 3 * size + 2 * num_wide)
+            assert hash_tokens(token_ids, size) == reference(token_ids, size, "sha256", root)
+    assert lengths >= set(range(65536 - 6, 65536 + 6))
 
 
 @pytest.mark.parametrize("native_digest", [True, False])
@@ -100,6 +112,11 @@ def test_each_fallback_gives_the_same_hashes(algorithm, native_digest, native_en
     keys = [(("lora", "a", "/a"),), None] * 12 + [(("mm", "c" * 64, 5),)]
     expected = reference(token_ids, 16, algorithm, hasher.root, keys)
     assert hasher.new_hashes(token_ids, [], keys) == expected
+
+
+def test_this_pickler_is_known(algorithm):
+    # Otherwise every test of pickled blocks would only compare pickle with itself.
+    assert BlockHasher(16, algorithm)._native_encoding
 
 
 @pytest.mark.parametrize("typecode", "bBhHiIlLqQ")
@@ -156,6 +173,24 @@ def test_pickle_tells_one_string_twice_from_two_equal_strings():
     assert hash_tokens([1, 2], 2, "sha256_cbor", extra_keys=[(("lora", name, name),)]) == (
         hash_tokens([1, 2], 2, "sha256_cbor", extra_keys=[(("lora", name, twin),)])
     )
+
+
+@pytest.mark.parametrize("count", [1, 2, 60, 61, 62, 63, 64, 300])
+def test_keys_of_many_strings(algorithm, count):
+    # A pickle's memo, and the bytes we write keys to, have their limits in this range.
+    for length in (2, 30, 250):
+        keys = (*(str(i).rjust(length) for i in range(count)),) * 2
+        expected = reference([1, 2], 2, algorithm, default_root(algorithm), [keys])
+        assert hash_tokens([1, 2], 2, algorithm, extra_keys=[keys]) == expected
+
+
+@pytest.mark.parametrize("depth", [1, 7, 8, 9, 10, 50])
+def test_keys_of_nested_tuples(algorithm, depth):
+    keys = "innermost"
+    for _ in range(depth):
+        keys = (keys,)
+    expected = reference([1, 2], 2, algorithm, default_root(algorithm), [keys])
+    assert hash_tokens([1, 2], 2, algorithm, extra_keys=[keys]) == expected
 
 
 def test_keys_that_hold_their_own_root_share_its_memo_entry():
@@ -316,16 +351,19 @@ def test_a_hasher_survives_pickling(algorithm):
     assert (twin.root, twin.hash_block_size, twin.algorithm) == (hasher.root, 8, algorithm)
 
 
-def root_in_new_process(algorithm, seed):
+def run_in_new_process(code, seed=None):
     env = {k: v for k, v in os.environ.items() if k != "PYTHONHASHSEED"}
     if seed is not None:
         env["PYTHONHASHSEED"] = seed
-    code = f"from cpool.hashing import default_root as r; print(r({algorithm!r}).hex())"
-    paths = os.pathsep.join(filter(None, sys.path))
-    env["PYTHONPATH"] = paths
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     return subprocess.run(
         [sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True
     ).stdout.strip()
+
+
+def root_in_new_process(algorithm, seed):
+    code = f"from cpool.hashing import default_root as r; print(r({algorithm!r}).hex())"
+    return run_in_new_process(code, seed)
 
 
 def test_the_root_is_secret_for_xxhash_alone_unless_a_seed_is_set(algorithm):
@@ -337,3 +375,56 @@ def test_the_root_is_secret_for_xxhash_alone_unless_a_seed_is_set(algorithm):
 
 def test_two_hashers_of_a_process_share_their_root(algorithm):
     assert BlockHasher(4, algorithm).root == BlockHasher(8, algorithm).root
+
+
+def run_without(module, code):
+    """Run code in a process in which `module` cannot be imported."""
+    hide = f"""
+import sys
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Hidden())
+"""
+    return run_in_new_process(hide + textwrap.dedent(code)).splitlines()
+
+
+def test_cbor_of_the_usual_kinds_needs_no_cbor2():
+    code = """
+        from cpool.hashing import hash_tokens
+        keys = [(("mm", "x", -3),), None]
+        print(hash_tokens(range(8), 4, "sha256_cbor", extra_keys=keys)[-1].hex())
+        try:
+            hash_tokens([2**70] * 4, 4, "sha256_cbor")
+        except ModuleNotFoundError as error:
+            print(error)
+    """
+    keys = [(("mm", "x", -3),), None]
+    expected = reference(range(8), 4, "sha256_cbor", default_root("sha256_cbor"), keys)
+    last_hash, message = run_without("cbor2", code)
+    assert last_hash == expected[-1].hex()
+    assert "cpool[hashing]" in message
+
+
+def test_xxhash_is_asked_for_by_name_when_it_is_missing():
+    code = """
+        from cpool.hashing import hash_tokens
+        hash_tokens(range(8), 4)
+        try:
+            hash_tokens(range(8), 4, "xxhash")
+        except ModuleNotFoundError as error:
+            print(error)
+    """
+    (message,) = run_without("xxhash", code)
+    assert "cpool[hashing]" in message
+
+
+def test_without_openssl_in_reach_hashlib_takes_over():
+    code = """
+        from cpool.hashing import BlockHasher
+        hasher = BlockHasher(4)
+        print(hasher.digest_source, hasher.new_hashes(range(8), [])[-1].hex())
+    """
+    expected = reference(range(8), 4, "sha256", default_root("sha256"))
+    assert run_without("_hashlib", code) == [f"hashlib {expected[-1].hex()}"]

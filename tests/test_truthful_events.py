@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The truthful stream: a consumer that keeps a set of (hash, group) holds the pool's keys."""
 
-import sys
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import cpool
 from cpool.events.types import AllBlocksCleared, BlockRemoved, BlockStored
-from events_driver import (
+
+from .events_driver import (
     BLOCK_SIZE,
     HASH_BLOCK_SIZE,
     Consumer,

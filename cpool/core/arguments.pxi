@@ -42,6 +42,7 @@ cdef class TokenBuffer:
 
 cdef IdBatch read_ids(object ids, uint32_t num_blocks):
     cdef IdBatch batch = IdBatch.__new__(IdBatch)
+    cdef IdBuffer strided
     cdef size_t i
     if not PyObject_CheckBuffer(ids):
         ids = ids_as_array(ids)
@@ -54,7 +55,6 @@ cdef IdBatch read_ids(object ids, uint32_t num_blocks):
         and batch.view.format != NULL
         and batch.view.format[0] in (b"I", b"L")
         and batch.view.format[1] == 0
-        and (batch.view.strides == NULL or batch.view.strides[0] == 4)
     ):
         batch.kept = ids_as_uint32(ids, num_blocks)
         PyBuffer_Release(&batch.view)
@@ -63,6 +63,16 @@ cdef IdBatch read_ids(object ids, uint32_t num_blocks):
         batch.has_view = True
     batch.ids = <const block_id_t*>batch.view.buf
     batch.count = batch.view.len // 4
+    if batch.view.strides != NULL and batch.view.strides[0] != 4:
+        # A reversed or thinned-out array, as in free_ids(ids[::-1]).
+        strided = make_buffer(batch.count)
+        for i in range(batch.count):
+            memcpy(
+                &strided.ids[i],
+                <const char*>batch.view.buf + <Py_ssize_t>i * batch.view.strides[0], 4,
+            )
+        batch.kept = strided
+        batch.ids = strided.ids
     for i in range(batch.count):
         if batch.ids[i] >= num_blocks:
             raise BlockIdError(

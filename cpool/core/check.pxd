@@ -36,15 +36,14 @@ cdef inline int check_queue(const Core* core) except -1:
         seen += 1
         require(seen <= core.queue.num_free, f"more than {core.queue.num_free} blocks queued")
         require(
-            core.blocks.states[id].ref_cnt == 0,
+            core.blocks.states[id].ref_cnt <= 0,
             f"block {id} is in the free queue with ref_cnt {core.blocks.states[id].ref_cnt}",
         )
     require(seen == core.queue.num_free, f"{seen} blocks queued, {core.queue.num_free} counted")
     for id in range(1, end):
         require(
-            (core.queue.states[id].next == NOT_QUEUED) == (core.blocks.states[id].ref_cnt > 0),
-            f"block {id} with ref_cnt {core.blocks.states[id].ref_cnt} is on the wrong side of the "
-            "free queue",
+            core.queue.states[id].next != NOT_QUEUED or core.blocks.states[id].ref_cnt > 0,
+            f"block {id} with ref_cnt {core.blocks.states[id].ref_cnt} is not in the free queue",
         )
         require(
             (core.queue.states[id].next == NOT_QUEUED) == (core.queue.states[id].prev == NOT_QUEUED),

@@ -5,14 +5,25 @@
 # is the head, its prev the tail. A block outside the queue has NOT_QUEUED in both fields, so
 # "end of queue" and "not in queue" are different values.
 #
-# The queue knows no ref_cnt and no key: who joins, and at which end, is the pool's decision.
-from cpool.core.types cimport BlockState, block_id_t, uint32_t, NOT_QUEUED
+# A walk along scattered blocks waits for memory at each step, unless it knows where it will be
+# some steps later. So a block that joins the tail is noted in the one that joined LOOKAHEAD
+# places before it, in the count that a free block does not need. Blocks leave the middle and
+# notes grow old: they only say what to prefetch, never where to go.
+#
+# The queue knows no key: who joins, and at which end, is the pool's decision.
+from cpool.core cimport memory
+from cpool.core.types cimport BlockState, block_id_t, int32_t, uint32_t, NOT_QUEUED
+
+cdef enum:
+    LOOKAHEAD = 32          # steps of a walk that take as long as one read of memory
 
 
 cdef struct FreeQueue:
     BlockState* states      # num_blocks + 1 of them, borrowed from the blocks
     block_id_t end          # the ring's own node, == num_blocks
     uint32_t num_free
+    uint32_t turn           # place in `recent` of the oldest
+    block_id_t recent[32]   # the last LOOKAHEAD that joined the tail, or `end`
 
 
 cdef inline void init(FreeQueue* queue, BlockState* states, uint32_t num_blocks) noexcept:
@@ -21,6 +32,9 @@ cdef inline void init(FreeQueue* queue, BlockState* states, uint32_t num_blocks)
     queue.states = states
     queue.end = num_blocks
     queue.num_free = num_blocks
+    queue.turn = 0
+    for id in range(LOOKAHEAD):
+        queue.recent[id] = num_blocks
     for id in range(num_blocks):
         states[id].prev = id - 1
         states[id].next = id + 1
@@ -42,7 +56,7 @@ cdef inline block_id_t next_of(const FreeQueue* queue, block_id_t id) noexcept:
 
 
 cdef inline void insert_after(FreeQueue* queue, block_id_t place, block_id_t id) noexcept:
-    # `place` is in the queue or is `end`; `id` is not in the queue.
+    # `place` is in the queue or is `end`; `id` is not in the queue and has no holder.
     cdef block_id_t after = queue.states[place].next
     queue.states[id].prev = place
     queue.states[id].next = after
@@ -52,7 +66,18 @@ cdef inline void insert_after(FreeQueue* queue, block_id_t place, block_id_t id)
 
 
 cdef inline void append(FreeQueue* queue, block_id_t id) noexcept:
+    cdef block_id_t noted_in = queue.recent[queue.turn]
     insert_after(queue, queue.states[queue.end].prev, id)
+    if contains(queue, noted_in):
+        queue.states[noted_in].ref_cnt = -1 - <int32_t>id
+    queue.recent[queue.turn] = id
+    queue.turn = (queue.turn + 1) % LOOKAHEAD
+
+
+cdef inline void prefetch_ahead(const FreeQueue* queue, block_id_t id) noexcept:
+    cdef int32_t note = queue.states[id].ref_cnt
+    if note < 0:
+        memory.prefetch_write(&queue.states[-1 - note])
 
 
 cdef inline void remove(FreeQueue* queue, block_id_t id) noexcept:
@@ -62,6 +87,7 @@ cdef inline void remove(FreeQueue* queue, block_id_t id) noexcept:
     queue.states[after].prev = before
     queue.states[id].prev = NOT_QUEUED
     queue.states[id].next = NOT_QUEUED
+    queue.states[id].ref_cnt = 0
     queue.num_free -= 1
 
 
@@ -77,4 +103,5 @@ cdef inline void take_head_run(FreeQueue* queue, const block_id_t* ids, size_t c
     for i in range(count):
         queue.states[ids[i]].prev = NOT_QUEUED
         queue.states[ids[i]].next = NOT_QUEUED
+        queue.states[ids[i]].ref_cnt = 0
     queue.num_free -= <uint32_t>count

@@ -107,7 +107,9 @@ cdef class KVCacheBlock:
     def ref_cnt(self):
         """Number of holders. Of the null block it means nothing and may be negative."""
         if self.owner != NULL:
-            return 0 if self.is_end() else (<BlockPool>self.owner).core.blocks.states[self.index].ref_cnt
+            return 0 if self.is_end() else registry.num_holders(
+                &(<BlockPool>self.owner).core, self.index
+            )
         return self.state().ref_cnt
 
     @ref_cnt.setter

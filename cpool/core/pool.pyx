@@ -1747,8 +1747,9 @@ cdef class BlockPool:
         """(num_gpu_blocks + 1,) structured read-only view, zero-copy.
 
         Fields ``prev`` and ``next`` (uint32) are the neighbours in the free queue, 2**32 - 1
-        for both outside of it; ``ref_cnt`` (int32) counts holders. The last row is the
-        queue's end: its ``next`` is the head, its ``prev`` the tail.
+        for both outside of it; ``ref_cnt`` (int32) counts holders outside of the queue, and is
+        0 or a negative note of the queue's inside. The last row is the queue's end: its
+        ``next`` is the head, its ``prev`` the tail.
         """
         return view_column(
             self, self.core.blocks.states,
@@ -1757,8 +1758,10 @@ cdef class BlockPool:
 
     @property
     def ref_cnts(self):
-        """(num_gpu_blocks,) int32, read-only view: holders of each block."""
-        return self.states["ref_cnt"][:self.core.blocks.num_blocks]
+        """(num_gpu_blocks,) int32 array: holders of each block; of block 0 it means nothing."""
+        counts = self.states["ref_cnt"][:self.core.blocks.num_blocks].copy()
+        np.maximum(counts[1:], 0, out=counts[1:])
+        return counts
 
     @property
     def key_num_tokens(self):

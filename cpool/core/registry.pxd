@@ -20,7 +20,7 @@ from cpool.core.reverse_index cimport Extra, ReverseIndex
 from cpool.core.shared_keys cimport Member, SharedKeys
 from cpool.core.table cimport Table
 from cpool.core.types cimport (
-    block_id_t, hash_t, int64_t, record_id_t, ref_t, space_t, uint8_t, uint32_t, uint64_t,
+    block_id_t, hash_t, int32_t, int64_t, record_id_t, ref_t, space_t, uint8_t, uint32_t, uint64_t,
     EXTRA, INDEX_MASK, LOOSE_FLAG, NO_RECORD, NO_TOKENS_FLAG, PRIMARY, SHARED, SHARED_FLAG,
     SPACE_MASK,
 )
@@ -81,6 +81,15 @@ cdef inline size_t nbytes(const Core* core) noexcept:
         blocks.nbytes(&core.blocks) + core.table.array.nbytes + shared_keys.nbytes(&core.shared) + reverse_index.nbytes(&core.index)
         + core.spaces_array.nbytes
     )
+
+
+cdef inline int32_t num_holders(const Core* core, block_id_t id) noexcept:
+    # In the free queue the count holds a note of the queue's; above 0 only if it was written
+    # from outside.
+    cdef int32_t count = core.blocks.states[id].ref_cnt
+    if count < 0 and free_queue.contains(&core.queue, id):
+        return 0
+    return count
 
 
 # Spaces -----------------------------------------------------------------------------------

@@ -13,10 +13,11 @@ cdef int head_run(Core* core, block_id_t* ids, size_t count) except -1:
     for i in range(count):
         id = free_queue.next_of(&core.queue, id)
         ids[i] = id
+        free_queue.prefetch_ahead(&core.queue, id)
         if i < registry.PIPELINE:
             registry.prefetch_keys(core, id)
     for i in range(count):
-        if core.blocks.states[ids[i]].ref_cnt != 0:
+        if core.blocks.states[ids[i]].ref_cnt > 0:
             raise ContractError(
                 f"block {ids[i]} is in the free queue with ref_cnt {core.blocks.states[ids[i]].ref_cnt}"
             )
@@ -59,9 +60,9 @@ cdef int check_touch(Core* core, const block_id_t* ids, size_t count) except -1:
         if i + AHEAD < count:
             prefetch_write(&core.blocks.states[ids[i + AHEAD]])
         id = ids[i]
-        held = core.blocks.states[id].ref_cnt
         if id == NULL_BLOCK:
             continue
+        held = registry.num_holders(core, id)
         if held == 0 and not free_queue.contains(&core.queue, id):
             raise ContractError(
                 f"block {id} at position {i} has no holder and is not in the free queue"
@@ -84,7 +85,7 @@ cdef void commit_touch(Core* core, const block_id_t* ids, size_t count) noexcept
                 prefetch_write(&core.blocks.states[state.prev])
                 prefetch_write(&core.blocks.states[state.next])
         id = ids[i]
-        if id != NULL_BLOCK and core.blocks.states[id].ref_cnt == 0:
+        if id != NULL_BLOCK and registry.num_holders(core, id) == 0:
             free_queue.remove(&core.queue, id)
         core.blocks.states[id].ref_cnt += 1
 
@@ -93,7 +94,7 @@ cdef inline void undo_release(Core* core, const block_id_t* ids, size_t count) n
     cdef size_t i = count
     while i:
         i -= 1
-        if ids[i] != NULL_BLOCK and core.blocks.states[ids[i]].ref_cnt == 0:
+        if ids[i] != NULL_BLOCK and free_queue.contains(&core.queue, ids[i]):
             free_queue.remove(&core.queue, ids[i])
         core.blocks.states[ids[i]].ref_cnt += 1
 
@@ -121,7 +122,7 @@ cdef int release_run(
         held = core.blocks.states[id].ref_cnt
         if held <= 0 or free_queue.contains(&core.queue, id):
             undo_release(core, ids, i)
-            held = core.blocks.states[id].ref_cnt
+            held = registry.num_holders(core, id)
             if held <= 0 or free_queue.contains(&core.queue, id):
                 raise ContractError(f"block {id} at position {i} is already free")
             raise ContractError(

@@ -30,9 +30,12 @@ cdef enum:
     SHARED = 0xC0000000         # a key that several blocks hold; index = shared key
 
 
-# What allocation touches of a block: a quarter of a cache line or less, so one read brings it
-# all. Counts belong to blocks.pxd, links to free_queue.pxd.
+# What allocation touches of a block: less than a quarter of a cache line, so one read brings
+# it all. Links are written by free_queue.pxd alone.
 cdef struct BlockState:
     block_id_t prev         # neighbours in the free queue, NOT_QUEUED outside of it
     block_id_t next
-    int32_t ref_cnt         # holders; 0 in the free queue; of the null block: meaningless
+    # Outside of the free queue: holders (of the null block it means nothing). Inside nobody
+    # holds the block, and the field is free for a hint: 0, or -1 - the id of a block that
+    # stands LOOKAHEAD places further back.
+    int32_t ref_cnt

@@ -15,7 +15,7 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes
 from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc
 from libc.string cimport memcpy
 
-from cpool.hashing cimport token_source
+from cpool.hashing cimport keys, token_source
 from cpool.hashing.chain cimport BlockHasher
 from cpool.hashing.token_source cimport Tokens
 
@@ -174,51 +174,64 @@ cdef class BlockHashes:
     def append_token(self, token_id, extra_keys=None):
         """Append one token, as `append_tokens` would, for decoding token by token."""
         cdef list waiting = self._waiting
-        if type(token_id) is int and len(waiting) + 1 < self.hasher.hash_block_size:
+        cdef Py_ssize_t size = self.hasher.hash_block_size
+        cdef Tokens tokens
+        cdef bytes hashes
+        if len(waiting) + 1 < size:
+            keys.check_num_keys(extra_keys, 0)
+            self.hasher.check_token(token_id, self._num_hashes * size + len(waiting))
             waiting.append(token_id)
-        else:
-            self.append_tokens((token_id,), extra_keys)
+            return
+        waiting = [*waiting, token_id]
+        token_source.open(&tokens, waiting)
+        hashes = self.hash_blocks(&tokens, 1, extra_keys)
+        # Nothing below can fail.
+        self.put(hashes)
+        self._waiting.clear()
 
     cdef int append_opened(self, const Tokens* tokens, object extra_keys) except -1:
         cdef Py_ssize_t size = self.hasher.hash_block_size
         cdef Py_ssize_t num_waiting = len(self._waiting)
-        cdef Py_ssize_t num_hashes = self._num_hashes
         cdef Py_ssize_t num_blocks = (num_waiting + tokens.num_tokens) // size
-        cdef Py_ssize_t num_used = num_blocks * size - num_waiting  # of `tokens`, if any block
-        cdef Py_ssize_t position = num_hashes * size
+        # How many of `tokens` go into full blocks; the rest waits.
+        cdef Py_ssize_t num_used = num_blocks * size - num_waiting if num_blocks else 0
+        cdef Py_ssize_t position = self.num_tokens + num_used
         cdef Tokens joined
-        cdef tuple all_tokens
-        cdef tuple rest
-        cdef bytes hashes = b""
-        if num_blocks == 0:
-            num_used = 0
+        cdef tuple all_tokens, rest
+        cdef list waiting
+        cdef bytes hashes
         rest = token_source.objects(tokens, num_used, tokens.num_tokens - num_used)
-        for i, token in enumerate(rest):
-            self.hasher.check_token(
-                token, position + num_blocks * size + (0 if num_blocks else num_waiting) + i
-            )
+        for token in rest:
+            self.hasher.check_token(token, position)
+            position += 1
         if num_blocks == 0:
-            if extra_keys is not None and not callable(extra_keys) and len(extra_keys) != 0:
-                raise ValueError(f"extra_keys has {len(extra_keys)} entries for 0 blocks")
+            keys.check_num_keys(extra_keys, 0)
             self._waiting.extend(rest)
             return 0
         if num_waiting == 0:
-            hashes = self.hasher.hash_run(
-                tokens, 0, num_blocks, self.last_hash(), extra_keys, position
-            )
+            hashes = self.hash_blocks(tokens, num_blocks, extra_keys)
         else:
             all_tokens = tuple(self._waiting) + token_source.objects(tokens, 0, num_used)
             token_source.open(&joined, all_tokens)
-            hashes = self.hasher.hash_run(
-                &joined, 0, num_blocks, self.last_hash(), extra_keys, position
-            )
+            hashes = self.hash_blocks(&joined, num_blocks, extra_keys)
+        waiting = list(rest)
+        # Nothing below can fail.
+        self.put(hashes)
+        self._waiting = waiting
+        return 0
+
+    cdef bytes hash_blocks(self, const Tokens* tokens, Py_ssize_t num_blocks, object extra_keys):
+        """Hash the next blocks, from the start of `tokens`, and make room for `put`."""
+        cdef Py_ssize_t num_hashes = self._num_hashes
+        cdef Py_ssize_t num_waiting = len(self._waiting)
+        cdef bytes hashes = self.hasher.hash_run(
+            tokens, 0, num_blocks, self.last_hash(), extra_keys,
+            num_hashes * self.hasher.hash_block_size,
+        )
         if self._num_hashes != num_hashes or len(self._waiting) != num_waiting:
             raise ValueError("the sequence was changed by its own extra_keys function")
         self.reserve(num_blocks)
-        # Nothing below can fail.
-        self.put(hashes)
-        self._waiting = list(rest)
-        return 0
+        return hashes
 
     def truncate(self, num_tokens, token_ids=None):
         """Keep the first `num_tokens` tokens, as after rejected speculative tokens.

@@ -39,9 +39,10 @@ cdef class BlockHasher:
         const Tokens* tokens,
         Py_ssize_t first,
         bytes parent,
-        object keys,
+        object extra_keys,
         Py_ssize_t position,
         unsigned char* out,
     ) except -1
-    cdef object keys_error(self, object keys, Py_ssize_t position, object error)
-    cdef bytes tail_of(self, object keys, bytes parent, Py_ssize_t position)
+    cdef object keys_error(self, object extra_keys, Py_ssize_t position, object error)
+    cdef bytes tail_of(self, object extra_keys, bytes parent, Py_ssize_t position)
+    cdef bytes tail_by_library(self, object extra_keys, bytes parent, Py_ssize_t position)

@@ -2,9 +2,14 @@
 """One chained hash per block of tokens, the same bytes as vLLM's `hash_block_tokens`.
 
 A block's hash is the digest of the serialized `(parent, (token, ...), extra_keys)`. Blocks of
-plain ints below 2**63 are serialized in C; anything else goes through `pickle` or `cbor2`, so
-that speed never changes a result. Extra keys are always serialized by those libraries: we
-take the bytes they end with, once for each run of blocks that share the same extra keys.
+plain ints below 2**63, with extra keys of the usual kinds, are serialized in C; anything else
+goes through `pickle` or `cbor2` themselves, so that speed never changes a result.
+
+A pickle depends on which objects are one: a string that occurs twice in the extra keys is
+written once if both are the same object, and twice if they are only equal. vLLM's `sha256`
+and `xxhash` therefore hash ("lora", name, path) otherwise when `path is name` than when
+`path == name`. We write what the pickler would for the very objects that were given, so we
+agree with vLLM wherever it is given the same objects; the `*_cbor` algorithms have no such trap.
 """
 
 import hashlib
@@ -16,10 +21,11 @@ cimport cython
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc, PyMem_RawRealloc
 from cpython.number cimport PyIndex_Check
+from cpython.object cimport PyObject
 from libc.stdint cimport int64_t
 from libc.string cimport memcpy
 
-from cpool.hashing cimport digest, encode, token_source
+from cpool.hashing cimport digest, encode, keys, token_source
 from cpool.hashing.token_source cimport Tokens
 
 ALGORITHMS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
@@ -31,8 +37,9 @@ cdef enum:
 cdef digest.Library library
 cdef object xxhash = None  # the module, from the first hasher that needs it
 cdef str process_seed = os.urandom(32).hex()  # secret: see `default_root`
-# The end of a block without extra keys: None, TUPLE3, MEMOIZE, STOP; CBOR's null.
-cdef bytes PICKLE_NO_KEYS = b"N\x87\x94."
+# After a block's extra keys: TUPLE3, MEMOIZE, STOP. Without any: None before it, CBOR's null.
+cdef bytes PICKLE_END = b"\x87\x94."
+cdef bytes PICKLE_NO_KEYS = b"N" + PICKLE_END
 cdef bytes CBOR_NO_KEYS = b"\xf6"
 
 
@@ -76,7 +83,7 @@ cdef int load_xxhash() except -1:
         from xxhash import _xxhash
     except ImportError as error:
         raise ModuleNotFoundError(
-            "the xxhash algorithms need the xxhash package: pip install 'cpool[xxhash]'"
+            "the xxhash algorithms need the xxhash package: pip install 'cpool[hashing]'"
         ) from error
     name = shared_object(_xxhash)
     if name is not None:
@@ -100,7 +107,7 @@ cdef bytes serialize(object value, bint is_cbor):
     except ImportError as error:
         raise ModuleNotFoundError(
             "extra keys and odd tokens need the cbor2 package for a *_cbor algorithm: "
-            "pip install 'cpool[cbor]'"
+            "pip install 'cpool[hashing]'"
         ) from error
     return cbor2.dumps(value, canonical=True)
 
@@ -131,16 +138,6 @@ cdef bytes cbor_string(str text):
     cdef bytes data = text.encode()
     cdef unsigned char* end = encode.put_cbor_head(head, 0x60, len(data))
     return head[:end - head] + data
-
-
-cdef bint is_immutable(object value):
-    """Whether `value` is made of plain immutable values, so serializes alike each time."""
-    if type(value) is tuple:
-        for item in <tuple> value:
-            if not is_immutable(item):
-                return False
-        return True
-    return value is None or type(value) in (str, int, bytes, bool, float)
 
 
 @cython.final
@@ -315,15 +312,10 @@ cdef class BlockHasher:
         cdef unsigned char* row
         cdef const unsigned char* parent_row
         cdef bytes no_keys = CBOR_NO_KEYS if self._is_cbor else PICKLE_NO_KEYS
-        cdef object keys = None
-        cdef object last_keys = None  # what last_tail was made of; it may be used again
-        cdef bytes last_tail = None
+        cdef object block_keys = None
         cdef bint has_keys = extra_keys is not None
         cdef bint is_function = has_keys and callable(extra_keys)
-        if has_keys and not is_function and len(extra_keys) != num_blocks:
-            raise ValueError(
-                f"extra_keys has {len(extra_keys)} entries for {num_blocks} blocks"
-            )
+        keys.check_num_keys(extra_keys, num_blocks)
         out = PyBytes_FromStringAndSize(NULL, num_blocks * width)
         row = <unsigned char*> PyBytes_AS_STRING(out)
         parent_row = <const unsigned char*> PyBytes_AS_STRING(parent)
@@ -331,22 +323,15 @@ cdef class BlockHasher:
             tail = no_keys
             if has_keys:
                 if is_function:
-                    keys = extra_keys(position, position + size)
+                    block_keys = extra_keys(position, position + size)
                 else:
-                    keys = extra_keys[i]
+                    block_keys = extra_keys[i]
                 if token_source.is_shrunk(tokens):
                     raise ValueError("token_ids has lost tokens while it was hashed")
-                if keys is None:
-                    pass
-                elif last_tail is not None and keys is last_keys:
-                    tail = last_tail
-                else:
+                if block_keys is not None:
                     if i > 0:
                         parent = parent_row[:width]
-                    tail = self.tail_of(keys, parent, position)
-                    # The first block's keys could hold its very parent, a memo entry.
-                    last_tail = tail if i > 0 and is_immutable(keys) else None
-                    last_keys = keys
+                    tail = self.tail_of(block_keys, parent, position)
             if not (
                 tail is not None
                 and self._native_encoding
@@ -355,7 +340,7 @@ cdef class BlockHasher:
             ):
                 if i > 0:
                     parent = parent_row[:width]
-                self.hash_slowly(tokens, first, parent, keys, position, row)
+                self.hash_slowly(tokens, first, parent, block_keys, position, row)
                 if token_source.is_shrunk(tokens):
                     raise ValueError("token_ids has lost tokens while it was hashed")
             parent_row = row
@@ -420,7 +405,7 @@ cdef class BlockHasher:
         const Tokens* tokens,
         Py_ssize_t first,
         bytes parent,
-        object keys,
+        object extra_keys,
         Py_ssize_t position,
         unsigned char* out,
     ) except -1:
@@ -430,38 +415,58 @@ cdef class BlockHasher:
             if not PyIndex_Check(token):
                 raise TypeError(f"token {position + i} is not an integer but {token!r}")
         try:
-            message = serialize((parent, block, keys), self._is_cbor)
+            message = serialize((parent, block, extra_keys), self._is_cbor)
         except (ModuleNotFoundError, MemoryError):
             raise
         except Exception as error:
             for i, token in enumerate(block):
                 self.check_token(token, position + i)
-            raise self.keys_error(keys, position, error) from error
+            raise self.keys_error(extra_keys, position, error) from error
         self.digest_in_python(message, out)
         return 0
 
-    cdef object keys_error(self, object keys, Py_ssize_t position, object error):
+    cdef object keys_error(self, object extra_keys, Py_ssize_t position, object error):
         return TypeError(
             f"extra keys of block {position // self.hash_block_size} (tokens {position} to "
-            f"{position + self.hash_block_size - 1}), {keys!r}, have no encoding: {error}"
+            f"{position + self.hash_block_size - 1}), {extra_keys!r}, have no encoding: {error}"
         )
 
-    cdef bytes tail_of(self, object keys, bytes parent, Py_ssize_t position):
+    cdef bytes tail_of(self, object extra_keys, bytes parent, Py_ssize_t position):
         """Return what a block with these extra keys ends with, or None if that is not fixed.
 
-        For pickle we serialize them behind a parent and a tuple of one token, which fill the
-        same two memo entries as those of any block, and cut these off. Strings that are one
-        object, not only equal, then share a memo entry as they would in vLLM.
+        In a pickle, an object that was written before is only referred to: the block's parent
+        is entry 0, its token tuple 1, and so the entries of the keys are the same in any block.
         """
+        cdef unsigned char tail[keys.MAX_KEYS_BYTES]
+        cdef unsigned char* p = NULL
+        cdef keys.Memo memo
+        cdef const unsigned char* end = tail + sizeof(tail) - 3
+        if self._native_encoding and self._is_cbor:
+            p = keys.put_cbor(tail, end, <PyObject*> extra_keys, 0)
+        elif self._native_encoding:
+            memo.entries[0] = <PyObject*> parent
+            memo.entries[1] = NULL
+            memo.num_entries = 2
+            p = keys.put_pickle(tail, end, <PyObject*> extra_keys, &memo, 0)
+            if p != NULL:
+                memcpy(p, PyBytes_AS_STRING(PICKLE_END), 3)
+                p += 3
+        if p != NULL:
+            return tail[:p - tail]
+        return self.tail_by_library(extra_keys, parent, position)
+
+    cdef bytes tail_by_library(self, object extra_keys, bytes parent, Py_ssize_t position):
+        """Do the same for any extra keys: serialize them with a parent and one token before
+        them, which fill the memo's first two entries, and cut these off."""
         cdef Py_ssize_t start = encode.FRAME_HEADER_BYTES + 2 + self.hash_width + 1
         try:
             if self._is_cbor:
-                return serialize(keys, True)
-            message = serialize((parent, (0,), keys), False)
+                return serialize(extra_keys, True)
+            message = serialize((parent, (0,), extra_keys), False)
         except (ModuleNotFoundError, MemoryError):
             raise
         except Exception as error:
-            raise self.keys_error(keys, position, error) from error
+            raise self.keys_error(extra_keys, position, error) from error
         if (
             len(message) - encode.FRAME_HEADER_BYTES >= encode.FRAME_BYTES_LIMIT
             or int.from_bytes(message[3:11], "little") != len(message) - encode.FRAME_HEADER_BYTES
@@ -498,22 +503,30 @@ def _make_hasher(hash_block_size, algorithm, root):
 
 
 cdef bint pickle_is_known() except -1:
-    """Whether this Python's pickler writes the bytes that `encode` does."""
-    cdef unsigned char message[1024]
+    """Whether this Python's pickler writes the bytes that `encode` and `keys` do."""
+    cdef unsigned char message[2048]
     cdef int64_t values[24]
     cdef unsigned char* p
-    cdef bytes parent = bytes(range(32))
+    cdef keys.Memo memo
+    cdef bytes parent
     samples = [0, 255, 256, 65535, 65536, 2**31 - 1, 2**31, 2**32, 2**39, 2**40 - 1, 2**63 - 1]
     samples += [-value - 1 for value in samples]
     for i, value in enumerate(samples):
         values[i] = value
+    name = "a name"
+    shared = ("", name, b"", 5)
+    extra_keys = (("lora", name, name), shared, shared, (), (None, True, False, -300, b"d"), "x")
     for num_tokens in (1, 2, 3, 4, len(samples)):
-        for width in (16, 32):
-            p = encode.put_pickle_block(message, parent, width, values, num_tokens)
-            memcpy(p, PyBytes_AS_STRING(PICKLE_NO_KEYS), 4)
-            p += 4
+        for parent in (bytes(range(16)), bytes(range(32))):
+            p = encode.put_pickle_block(message, parent, len(parent), values, num_tokens)
+            memo.entries[0] = <PyObject*> parent
+            memo.entries[1] = NULL
+            memo.num_entries = 2
+            p = keys.put_pickle(p, message + sizeof(message), <PyObject*> extra_keys, &memo, 0)
+            memcpy(p, PyBytes_AS_STRING(PICKLE_END), 3)
+            p += 3
             encode.close_pickle_frame(message, p - message)
-            block = (parent[:width], tuple(samples[:num_tokens]), None)
+            block = (parent, tuple(samples[:num_tokens]), extra_keys)
             if message[:p - message] != pickle.dumps(block, protocol=5):
                 return False
     return True

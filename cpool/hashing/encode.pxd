@@ -20,7 +20,7 @@ cdef enum:
     MAX_HEADER_BYTES = 32  # all that is neither parent, token nor tail
     # Protocol, frame opcode and length; the frame counts what follows these.
     FRAME_HEADER_BYTES = 11
-    # From here on the pickler starts a new frame, so one frame is no longer right.
+    # From here on the pickler may start a new frame, and one frame is no longer right.
     FRAME_BYTES_LIMIT = 65536
 
 
@@ -76,6 +76,12 @@ cdef inline unsigned char* put_cbor_head(
     return p + 9
 
 
+cdef inline unsigned char* put_cbor_int(unsigned char* p, int64_t value) noexcept nogil:
+    if value >= 0:
+        return put_cbor_head(p, 0x00, <uint64_t> value)
+    return put_cbor_head(p, 0x20, <uint64_t> (-1 - value))
+
+
 cdef inline unsigned char* put_pickle_block(
     unsigned char* p,
     const unsigned char* parent,
@@ -126,8 +132,5 @@ cdef inline unsigned char* put_cbor_block(
     memcpy(p, parent, width)
     p = put_cbor_head(p + width, 0x80, <uint64_t> num_tokens)
     for i in range(num_tokens):
-        if tokens[i] >= 0:
-            p = put_cbor_head(p, 0x00, <uint64_t> tokens[i])
-        else:
-            p = put_cbor_head(p, 0x20, <uint64_t> (-1 - tokens[i]))
+        p = put_cbor_int(p, tokens[i])
     return p

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each allocation of each operation fails in turn, and the pool does not change.
+
+Needs a debug build (CPOOL_DEBUG=1), whose memory layer can be told to fail.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import cpool
+import cpool.core.pool
+
+from .support import dump, make_request
+
+testing = getattr(cpool.core.pool, "_testing", None)
+pytestmark = pytest.mark.skipif(
+    testing is None, reason="a release build cannot fail allocations: build with CPOOL_DEBUG=1"
+)
+
+CHAIN = make_request(600)
+OTHER_CHAIN = make_request(600, seed=1)
+NUM_BLOCKS = 600
+
+
+def new_pool() -> Any:
+    return cpool.BlockPool(NUM_BLOCKS, True, 4, enable_kv_cache_events=True)
+
+
+def held(num_blocks: int = 500) -> Any:
+    pool = new_pool()
+    pool.get_new_block_ids(num_blocks)
+    return pool
+
+
+def registered() -> Any:
+    """Full blocks, blocks with extra keys, duplicates; then free room in front."""
+    pool = held()
+    pool.cache_full_ids(range(1, 101), CHAIN.block_hashes[:100], 0, 4)
+    pool.cache_full_ids(range(101, 201), CHAIN.block_hashes[:100], 0, 4)
+    for block_id in range(201, 301):
+        pool.cache_partial_id(block_id, OTHER_CHAIN.block_hashes[2], 12, 1)
+        pool.cache_partial_id(block_id, OTHER_CHAIN.block_hashes[1], 8, 1)
+    return pool
+
+
+def freed() -> Any:
+    pool = registered()
+    pool.free_ids(range(1, 501))
+    return pool
+
+
+Operation = Callable[[Any], Any]
+
+OPERATIONS: dict[str, tuple[Callable[[], Any], Operation]] = {
+    "get_new_blocks": (freed, lambda pool: pool.get_new_blocks(599)),
+    "get_new_block_ids": (freed, lambda pool: pool.get_new_block_ids(599)),
+    "touch": (freed, lambda pool: pool.touch([pool.blocks[i] for i in range(1, 300)])),
+    "touch_ids": (freed, lambda pool: pool.touch_ids(range(1, 300))),
+    "free_blocks": (
+        registered,
+        lambda pool: pool.free_blocks([pool.blocks[i] for i in range(1, 300)]),
+    ),
+    "free_ids": (registered, lambda pool: pool.free_ids(range(1, 300))),
+    "unpin_blocks": (
+        registered,
+        lambda pool: pool.unpin_blocks([pool.blocks[i] for i in range(1, 300)], print),
+    ),
+    "evict_blocks": (registered, lambda pool: pool.evict_blocks(range(1, 300))),
+    "evict_ids": (registered, lambda pool: pool.evict_ids(range(1, 300))),
+    "first registration": (held, lambda pool: pool.cache_partial_id(1, bytes(32), 4, 0)),
+    "first registration by handle": (
+        held,
+        lambda pool: pool.cache_partial_block(CHAIN, pool.blocks[1], 4, 0, 4),
+    ),
+    "cache_full_blocks": (
+        held,
+        lambda pool: pool.cache_full_blocks(
+            CHAIN, [pool.blocks[i] for i in range(1, 500)], 0, 499, 4, 0
+        ),
+    ),
+    "cache_full_ids": (
+        held,
+        lambda pool: pool.cache_full_ids(range(1, 501), CHAIN.block_hashes[:500], 0, 4),
+    ),
+    "more keys": (
+        registered,
+        lambda pool: pool.cache_full_ids(range(301, 501), OTHER_CHAIN.block_hashes[:200], 0, 4),
+    ),
+    "promotion": (
+        registered,
+        lambda pool: pool.cache_full_blocks(
+            OTHER_CHAIN, [pool.blocks[i] for i in range(201, 301)], 0, 100, 16, 1
+        ),
+    ),
+    "an extra key": (
+        registered,
+        lambda pool: pool.cache_partial_id(299, OTHER_CHAIN.block_hashes[0], 4, 1),
+    ),
+    "a first extra key": (
+        registered,
+        lambda pool: pool.cache_partial_id(100, OTHER_CHAIN.block_hashes[0], 4, 1),
+    ),
+    "a longer boundary": (
+        registered,
+        lambda pool: pool.cache_partial_block(OTHER_CHAIN, pool.blocks[299], 16, 1, 16),
+    ),
+    "new contents": (
+        registered,
+        lambda pool: pool.cache_partial_block(OTHER_CHAIN, pool.blocks[299], 4, 1, 16, True),
+    ),
+    "move_block_hashes": (
+        registered,
+        lambda pool: pool.move_block_hashes(pool.blocks[299], pool.blocks[400]),
+    ),
+    "move_ids": (registered, lambda pool: pool.move_ids(299, 400)),
+    "_insert_block_hash": (
+        registered,
+        lambda pool: pool._insert_block_hash(bytes(36), pool.blocks[400], num_tokens=4),
+    ),
+    "reset_prefix_cache": (freed, lambda pool: pool.reset_prefix_cache()),
+    "emit_cached_block_events": (
+        registered,
+        lambda pool: pool.emit_cached_block_events(CHAIN, 100, 4, 0),
+    ),
+    "get_cached_block": (
+        registered,
+        lambda pool: pool.get_cached_block(CHAIN.block_hashes[0], [0]),
+    ),
+    "find_ids": (registered, lambda pool: pool.find_ids(CHAIN.block_hashes, 0)),
+    "find_prefix_ids": (registered, lambda pool: pool.find_prefix_ids(CHAIN.block_hashes, 0)),
+    "take_events": (registered, lambda pool: pool.take_events()),
+}
+
+# These grow the table or the extra keys, so some allocation must have failed.
+MUST_ALLOCATE = {
+    "first registration",
+    "first registration by handle",
+    "cache_full_blocks",
+    "cache_full_ids",
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_failed_allocation_changes_nothing(name: str) -> None:
+    build, operation = OPERATIONS[name]
+    clean = build()
+    operation(clean)
+    pool = build()
+    before = dump(pool)
+    num_failures = 0
+    try:
+        while True:
+            testing.fail_allocation(num_failures + 1)
+            try:
+                operation(pool)
+                break
+            except MemoryError:
+                testing.fail_allocation(0)
+            num_failures += 1
+            assert dump(pool) == before
+            pool.check_consistency()
+    finally:
+        testing.fail_allocation(0)
+    assert dump(pool) == dump(clean)
+    assert num_failures > 0 or name not in MUST_ALLOCATE
+
+
+def test_a_pool_that_cannot_be_built_leaves_nothing_behind() -> None:
+    num_failures = 0
+    try:
+        while True:
+            testing.fail_allocation(num_failures + 1)
+            try:
+                cpool.BlockPool(1000, True, 16)
+                break
+            except MemoryError:
+                num_failures += 1
+    finally:
+        testing.fail_allocation(0)
+    assert num_failures > 0
+    cpool.BlockPool(1000, True, 16).check_consistency()
+
+
+def test_allocations_are_counted() -> None:
+    before = testing.num_allocations()
+    cpool.BlockPool(1000, True, 16)
+    assert testing.num_allocations() > before

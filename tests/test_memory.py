@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Budgets in bytes, a million blocks each; nothing here depends on time."""
+
+import gc
+import sys
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cpool
+
+NUM_BLOCKS = 1_000_000
+GC_SLACK = 64  # Objects that a test may leave tracked, at any number of blocks.
+
+
+def new_pool(num_blocks: int = NUM_BLOCKS, enable_caching: bool = True) -> Any:
+    return cpool.BlockPool(num_blocks, enable_caching, 16)
+
+
+def digests(num: int, width: int, seed: int = 0) -> np.ndarray:
+    """Distinct digests, (num, width) uint8."""
+    rows = np.random.default_rng(seed).integers(0, 256, (num, width), np.uint8)
+    rows[:, :8] = np.arange(num, dtype=np.uint64).view(np.uint8).reshape(num, 8)
+    return rows
+
+
+def fill(pool: Any, width: int) -> None:
+    """Register every block but the null block once."""
+    ids = pool.get_new_block_ids(pool.get_num_free_blocks())
+    pool.cache_full_ids(ids, digests(len(ids), width), 0, 16)
+
+
+def traced(build: Any) -> tuple[Any, int]:
+    """What ``build()`` returns and the bytes that it left allocated."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        made = build()
+        gc.collect()
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    return made, after - before
+
+
+@pytest.mark.parametrize(("width", "budget"), [(32, 64), (16, 48)])
+def test_a_registered_block_costs_no_more_than_its_budget(width: int, budget: int) -> None:
+    pool = new_pool()
+    fill(pool, width)
+    assert pool.num_registrations == NUM_BLOCKS - 1
+    assert pool.nbytes <= budget * NUM_BLOCKS
+    assert sys.getsizeof(pool) <= budget * NUM_BLOCKS
+
+
+@pytest.mark.parametrize("enable_caching", [False, True])
+def test_a_block_without_a_key_costs_16_bytes_at_most(enable_caching: bool) -> None:
+    pool = new_pool(enable_caching=enable_caching)
+    pool.get_new_block_ids(NUM_BLOCKS - 1)
+    assert sys.getsizeof(pool) <= 16 * NUM_BLOCKS
+
+
+@pytest.mark.parametrize("width", [32, 16])
+def test_an_extra_key_costs_56_bytes_at_most(width: int) -> None:
+    pool = new_pool(NUM_BLOCKS // 2)
+    fill(pool, width)
+    before = pool.nbytes
+    num_keys = NUM_BLOCKS // 2 - 1
+    for block_id, block_hash in enumerate(digests(num_keys, width, seed=1), start=1):
+        pool.cache_partial_id(block_id, block_hash.tobytes(), 16, 1)
+    assert pool.num_registrations == 2 * num_keys
+    assert pool.nbytes - before <= 56 * num_keys
+
+
+@pytest.mark.parametrize("num_blocks", [1, 1000, 300_000])
+def test_getsizeof_says_what_tracemalloc_saw(num_blocks: int) -> None:
+    def build() -> Any:
+        pool = new_pool(num_blocks)
+        fill(pool, 32)
+        return pool
+
+    rows = digests(num_blocks, 32)  # Warm numpy up outside the measurement.
+    del rows
+    pool, num_bytes = traced(build)
+    # The instance dictionary, the queue object and the like are the pool's, not its arrays'.
+    assert abs(num_bytes - sys.getsizeof(pool)) <= 4096
+    assert pool.nbytes <= sys.getsizeof(pool) <= pool.nbytes + 4096
+
+
+def test_freeing_a_pool_returns_all_of_it() -> None:
+    def build_and_drop() -> None:
+        fill(new_pool(100_000), 32)
+
+    build_and_drop()
+    _, num_bytes = traced(build_and_drop)
+    assert num_bytes <= 4096
+
+
+def test_memory_shrinks_back_after_reset() -> None:
+    pool = new_pool(100_000)
+    empty = pool.nbytes
+    fill(pool, 32)
+    pool.cache_partial_id(1, bytes(31) + b"\x01", 16, 1)
+    assert pool.nbytes > empty + 32 * 100_000
+    pool.free_ids(np.arange(1, 100_000))
+    assert pool.reset_prefix_cache()
+    assert pool.nbytes <= empty + 4096
+
+
+def test_registering_and_evicting_for_long_does_not_grow() -> None:
+    pool = new_pool(2000)
+    rows = digests(40_000, 32)
+    sizes = set()
+    for start in range(0, len(rows), 1000):
+        ids = pool.get_new_block_ids(1000)
+        pool.cache_full_ids(ids, rows[start : start + 1000], 0, 16)
+        pool.cache_partial_id(int(ids[0]), rows[start].tobytes(), 16, 1)
+        pool.free_ids(ids)
+        if start >= 4000:
+            sizes.add(pool.nbytes)
+    assert len(sizes) <= 2
+
+
+def num_tracked(num_blocks: int) -> int:
+    gc.collect()
+    before = len(gc.get_objects())
+    pool = new_pool(num_blocks)
+    fill(pool, 32)
+    gc.collect()
+    tracked = len(gc.get_objects()) - before
+    del pool
+    return tracked
+
+
+def test_what_the_garbage_collector_tracks_does_not_grow_with_the_pool() -> None:
+    small, large = num_tracked(1000), num_tracked(200_000)
+    assert small <= GC_SLACK
+    assert large <= GC_SLACK
+
+
+def test_dropped_handles_leave_nothing_behind() -> None:
+    pool = new_pool(100_000)
+    pool.get_new_block_ids(1)
+
+    def walk() -> None:
+        for block in pool.blocks:
+            assert block.ref_cnt >= 0
+
+    walk()
+    _, num_bytes = traced(walk)
+    assert num_bytes <= 4096
+    assert sys.getsizeof(pool) <= 16 * 100_000 + 65_536
