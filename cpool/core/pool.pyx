@@ -1630,8 +1630,12 @@ cdef class BlockPool:
         """All events since the last call, as a list of the caller's own; [] with events off."""
         return expand_runs(self.take_event_runs(), self.types_of_events())
 
-    def take_event_runs(self):
+    def take_event_runs(self, *, snapshot=False):
         """As `take_events`, but what the batch interface did stays compact.
+
+        Args:
+            snapshot: Whether to take, instead of what happened, a clear and a snapshot of
+                what the pool holds now: a batch for consumers that missed some.
 
         Returns:
             List of events and of runs, which stand for several events each: see
@@ -1640,6 +1644,8 @@ cdef class BlockPool:
         if not self.enable_kv_cache_events:
             return []
         events = self.kv_event_queue
+        if snapshot:
+            events = [self.types_of_events().AllBlocksCleared(), self.take_snapshot()]
         self.kv_event_queue = []
         if events:
             self.num_event_batches += 1
