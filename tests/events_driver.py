@@ -29,9 +29,7 @@ class Request:
         self.prefix_of = {}
         digest = b""
         for end in range(HASH_BLOCK_SIZE, len(token_ids) + 1, HASH_BLOCK_SIZE):
-            digest = hashlib.sha256(
-                digest + bytes(token_ids[end - HASH_BLOCK_SIZE : end])
-            ).digest()
+            digest = hashlib.sha256(digest + bytes(token_ids[end - HASH_BLOCK_SIZE : end])).digest()
             self.block_hashes.append(digest)
             self.prefix_of[digest] = tuple(token_ids[:end])
 
@@ -152,8 +150,7 @@ class Driver:
             for block in dict.fromkeys(self.held)
             if block.block_hash is None
             or (
-                block.block_hash_num_tokens is not None
-                and block.block_hash_num_tokens < num_tokens
+                block.block_hash_num_tokens is not None and block.block_hash_num_tokens < num_tokens
             )
         ]
 

@@ -121,7 +121,11 @@ def test_a_chain_of_blocks_is_one_event():
     # From the end to the front, so that children are registered before their parents.
     for i in (4, 3, 2, 1, 0):
         pool.cache_full_ids(
-            ids[i : i + 1], hashes[i : i + 1], 3, BLOCK_SIZE, i,
+            ids[i : i + 1],
+            hashes[i : i + 1],
+            3,
+            BLOCK_SIZE,
+            i,
             parent_hash=hashes[i - 1] if i else None,
         )
     (event,) = pool.snapshot_events().events
@@ -232,7 +236,8 @@ def test_parents_cost_eight_bytes_a_block_and_nothing_with_events_off():
 def test_runs_encode_as_the_events_that_they_expand_to(monkeypatch, as_int, legacy_array):
     wire = pytest.importorskip("cpool.events.wire", reason="needs cpool[events]")
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", as_int)
-    for seed in range(20):
+    found = set()
+    for seed in range(10):
         driver = Driver(seed, truthful_events=seed % 2 == 0)
         driver.pool.event_groups = {1: GroupDescription("mamba")}
         if seed % 3 == 0:
@@ -241,10 +246,11 @@ def test_runs_encode_as_the_events_that_they_expand_to(monkeypatch, as_int, lega
             driver.step()
         runs = driver.pool.take_event_runs()
         runs.append(driver.pool.snapshot_events().events)
-        assert any(isinstance(run, cpool.core.pool.RemovedRun) for run in runs)
+        found |= {type(run).__name__ for run in runs}
         expanded = []
         for run in runs:
             expanded += run.expand(types) if hasattr(run, "expand") else [run]
         assert wire.encode_batch(runs, 1.0, 0, legacy_array) == wire.encode_batch(
             expanded, 1.0, 0, legacy_array
         )
+    assert found >= {"RemovedRun", "StoredRun", "SnapshotRun", "BlockStored", "BlockRemoved"}

@@ -57,15 +57,20 @@ def test_long_runs_reach_what_they_are_to_check():
     assert sum(consumer.num_parents for consumer in consumers) > 50
 
 
+def is_true_to_the_pool(seed, **arguments):
+    driver = Driver(seed, **arguments)
+    consumer = Consumer()
+    for _ in range(200):
+        driver.step()
+        consumer.apply(driver.pool.take_events())
+        if consumer.keys != pool_keys(driver.pool):
+            return False
+    return True
+
+
 def test_vllms_stream_fails_the_same_check():
-    with pytest.raises(AssertionError):
-        for seed in range(20):
-            driver = Driver(seed)
-            consumer = Consumer()
-            for _ in range(200):
-                driver.step()
-                consumer.apply(driver.pool.take_events())
-                assert consumer.keys == pool_keys(driver.pool)
+    assert not any(is_true_to_the_pool(seed) for seed in range(5))
+    assert all(is_true_to_the_pool(seed, truthful_events=True) for seed in range(5))
 
 
 def register(pool, request, blocks, first=0, mask=None, group=0):

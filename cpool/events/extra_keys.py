@@ -61,8 +61,6 @@ def event_extra_keys(
     if not block_keys:
         return None
     return [
-        None
-        if keys is None
-        else tuple(key[1:] if key[0] == "mm" else key[1] for key in keys)
+        None if keys is None else tuple(key[1:] if key[0] == "mm" else key[1] for key in keys)
         for keys in block_keys
     ]

@@ -232,9 +232,7 @@ class EventPublisher:
             os.close(self._wake_reader)
             os.close(self._wake_writer)
         if self._queue:
-            logger.warning(
-                "KV event publisher shut down with %d batches unsent", len(self._queue)
-            )
+            logger.warning("KV event publisher shut down with %d batches unsent", len(self._queue))
 
     def __enter__(self) -> "EventPublisher":
         return self

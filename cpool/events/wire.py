@@ -15,9 +15,7 @@ from typing import Any
 try:
     import msgspec
 except ImportError as error:
-    raise ImportError(
-        "encoding events needs msgspec: pip install 'cpool[events]'"
-    ) from error
+    raise ImportError("encoding events needs msgspec: pip install 'cpool[events]'") from error
 
 from cpool.events.types import AllBlocksCleared, BlockRemoved, BlockStored
 
