@@ -195,12 +195,35 @@ class Engine:
                 )
         self.pool.free_blocks(reversed(blocks))
 
+    def invalidate(self):
+        """Evict a block and all that builds on it, as a failed load does in vLLM.
+
+        Dynamo's index drops the children of a block that no engine holds any more. A child
+        that is evicted later than its parent would be a state that it cannot represent.
+        """
+        request = self.random.choice(self.requests)
+        first = self.random.randrange(len(request.full_hashes))
+        start = first * BLOCK_SIZE // HASH_BLOCK_SIZE
+        invalid = {
+            digest
+            for other in self.requests
+            if other.full_hashes[first] == request.full_hashes[first]
+            for digest in other.block_hashes[start:]
+        }
+        self.pool.evict_blocks(
+            {
+                id
+                for id in range(24)
+                if any(key.block_hash in invalid for key in self.pool.registrations(id))
+            }
+        )
+
     def step(self):
         choice = self.random.random()
         if choice < 0.85:
             self.serve()
         elif choice < 0.95:
-            self.pool.evict_blocks({self.random.randrange(1, 24) for _ in range(3)})
+            self.invalidate()
         else:
             self.pool.reset_prefix_cache()
         self.publisher.publish()
