@@ -40,8 +40,6 @@ EXTENSIONS = [
 
 directives = {
     "language_level": 3,
-    "boundscheck": False,
-    "wraparound": False,
     "cdivision": True,
     "initializedcheck": False,
     "auto_pickle": False,
