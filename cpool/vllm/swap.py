@@ -18,9 +18,9 @@ UTILS_MODULE = "vllm.v1.core.kv_cache_utils"
 # Modules that subclass the pool; run again if they were imported before us.
 SUBCLASS_MODULES = {"vllm.v1.hisparse.block_pool": "SharedEventQueueBlockPool"}
 
-# vLLM's pool module keeps its own blocks and queue, so that stock pools that are already in
-# use go on working, and uninstall() leaves no stock pool with blocks of ours.
-KEEP = {POOL_MODULE: frozenset({"KVCacheBlock", "FreeKVCacheBlockQueue"})}
+# vLLM's pool module keeps its own blocks, so that stock pools that are already in use go on
+# working, and uninstall() leaves no stock pool with blocks of ours.
+KEEP = {POOL_MODULE: frozenset({"KVCacheBlock"})}
 
 
 @dataclass(frozen=True)
@@ -92,12 +92,13 @@ def install() -> bool:
 def replace_all(release: str) -> list[tuple[object, object]]:
     from cpool.vllm import hashing, pool
 
+    # Stock's FreeKVCacheBlockQueue stays: no pool of ours uses it, and over blocks that belong
+    # to no pool it does what it always did.
     pool_module, utils_module = import_module(POOL_MODULE), import_module(UTILS_MODULE)
     replacements: list[tuple[object, object]] = [
         (pool_module.BlockPool, pool.pool_class(release)),
         (pool_module.BlockHashToBlockMap, pool.BlockHashToBlockMap),
         (utils_module.KVCacheBlock, pool.KVCacheBlock),
-        (utils_module.FreeKVCacheBlockQueue, pool.FreeKVCacheBlockQueue),
         (utils_module.get_request_block_hasher, hashing.request_block_hasher(release)),
     ]
     rebind.replace_everywhere(replacements, KEEP)

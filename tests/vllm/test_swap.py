@@ -4,7 +4,7 @@ import pytest
 pytest.importorskip("vllm", reason="needs a vLLM: tests/vllm/run --own-tests")
 
 # Lists each name in a loaded module of vLLM that is still bound to something of stock's that
-# was replaced. The pool module's own blocks and queue are the exception, on purpose.
+# was replaced. The pool module's own blocks are the exception, on purpose.
 REMAINING = """
 import sys
 def remaining(stock):
@@ -15,10 +15,7 @@ def remaining(stock):
         if module_name.startswith("vllm") and isinstance(vars(module), dict)
         for name, value in list(vars(module).items())
         if id(value) in ids
-        and (module_name, name) not in (
-            ("vllm.v1.core.block_pool", "KVCacheBlock"),
-            ("vllm.v1.core.block_pool", "FreeKVCacheBlockQueue"),
-        )
+        and (module_name, name) != ("vllm.v1.core.block_pool", "KVCacheBlock")
     )
 """
 POOL_USERS = """
