@@ -16,7 +16,7 @@ import cpool
 from cpool.core.contract import ContractError
 from cpool.core.pool import KVCacheBlock
 from cpool.core.standalone import BlockHashToBlockMap
-from cpool.vllm import guests
+from cpool.vllm import guests, swap
 from cpool.vllm.views import StockHashMap
 
 __all__ = [
@@ -97,6 +97,7 @@ class VllmBlockPool(cpool.BlockPool):
             metrics_collector,
             medium,
         )
+        swap.when_pool_is_built()
         announce(self)
 
     @property

@@ -10,11 +10,13 @@ import os
 import sys
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
 from cpool.vllm import contract, rebind
 
 POOL_MODULE = "vllm.v1.core.block_pool"
 UTILS_MODULE = "vllm.v1.core.kv_cache_utils"
+MANAGERS_MODULE = "vllm.v1.core.single_type_kv_cache_manager"
 # Modules that subclass the pool; run again if they were imported before us.
 SUBCLASS_MODULES = {"vllm.v1.hisparse.block_pool": "SharedEventQueueBlockPool"}
 
@@ -40,6 +42,7 @@ class Installation:
 
 _hook: rebind.ImportHook | None = None
 _installation: Installation | None = None
+_replaced_methods: list[tuple[type, str, Any]] = []
 
 
 def plugin() -> None:
@@ -111,9 +114,20 @@ def replace_all(release: str) -> list[tuple[object, object]]:
     return replacements
 
 
+def when_pool_is_built() -> None:
+    """Replaces methods of the managers, which may not have been imported at install()."""
+    from cpool.vllm import managers
+
+    if _installation is not None and not _replaced_methods:
+        _replaced_methods.extend(managers.replace_methods(import_module(MANAGERS_MODULE)))
+
+
 def uninstall() -> None:
     """Makes vLLM build its own pools again; pools of ours that exist stay as they are."""
     global _hook, _installation
+    for owner, name, stock in _replaced_methods:
+        setattr(owner, name, stock)
+    _replaced_methods.clear()
     if _hook is not None:
         _hook.remove()
         _hook = None

@@ -36,6 +36,10 @@ from vllm.v1.hisparse.block_pool import SharedEventQueueBlockPool
 assert issubclass(kv_cache_coordinator.BlockPool, cpool.BlockPool)
 assert issubclass(SharedEventQueueBlockPool, cpool.BlockPool)
 assert single_type_kv_cache_manager.SharedEventQueueBlockPool is SharedEventQueueBlockPool
+owner = SharedEventQueueBlockPool(8, True, 16, event_owner=kv_cache_coordinator.BlockPool(8, True, 16))
+assert owner.get_new_blocks(1)[0].pool is owner
+manager = single_type_kv_cache_manager.FullAttentionManager
+assert manager.find_longest_cache_hit.__func__.__module__ == "cpool.vllm.managers"
 """
 )
 
@@ -80,10 +84,15 @@ def test_uninstall_leaves_vllm_as_it_was(in_fresh_process, imports_before):
         imports_before
         + "import cpool, cpool.vllm; cpool.vllm.install()"
         + POOL_USERS
-        + "done = cpool.vllm.installation(); cpool.vllm.uninstall()\n"
+        + "done = cpool.vllm.installation()\n"
+        + "vllm.v1.core.kv_cache_coordinator.BlockPool(8, True, 16)\n"
+        + "manager = vllm.v1.core.single_type_kv_cache_manager.FullAttentionManager\n"
+        + "assert manager.find_longest_cache_hit.__func__.__module__ != manager.__module__\n"
+        + "cpool.vllm.uninstall()\n"
         + REMAINING
         + """
 assert not cpool.vllm.is_installed() and cpool.vllm.installation() is None
+assert manager.find_longest_cache_hit.__func__.__module__ == manager.__module__
 assert remaining([ours for stock, ours in done.replacements]) == []
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
