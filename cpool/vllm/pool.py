@@ -15,13 +15,12 @@ from vllm.v1.core import block_pool, kv_cache_utils
 import cpool
 from cpool.core.contract import ContractError
 from cpool.core.pool import KVCacheBlock
-from cpool.core.standalone import BlockHashToBlockMap, FreeKVCacheBlockQueue
-from cpool.vllm import guests
+from cpool.core.standalone import BlockHashToBlockMap
+from cpool.vllm import guests, swap
 from cpool.vllm.views import StockHashMap
 
 __all__ = [
     "BlockHashToBlockMap",
-    "FreeKVCacheBlockQueue",
     "KVCacheBlock",
     "VllmBlockPool",
     "VllmBlockPool030",
@@ -98,6 +97,7 @@ class VllmBlockPool(cpool.BlockPool):
             metrics_collector,
             medium,
         )
+        swap.when_pool_is_built()
         announce(self)
 
     @property
