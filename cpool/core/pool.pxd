@@ -110,3 +110,5 @@ cdef class BlockPool:
         self, list digests, object parent, object token_ids, object block_size, object group
     )
     cdef int emit_removed(self, list removed) except -1
+    cdef dict settings(self)
+    cdef int load_arrays(self, dict settings, dict arrays) except -1

@@ -13,13 +13,13 @@ cimport cython
 from cpool.core cimport (
     blocks, check, free_queue, keys, memory, registry, reverse_index, shared_keys, table,
 )
-from cpool.core.keys cimport Key
+from cpool.core.keys cimport Key, MAX_SPACES
 from cpool.core.memory cimport prefetch, prefetch_write
 from cpool.core.registry cimport Core, Holder
 from cpool.core.types cimport (
-    BlockState, block_id_t, hash_t, int32_t, int64_t, record_id_t, ref_t, space_t, uint8_t, uint32_t,
-    uint64_t, INDEX_MASK, LOOSE_FLAG, MAX_BLOCKS, MAX_HASH_BYTES, MAX_NUM_TOKENS, NO_RECORD,
-    NO_TOKENS_FLAG, NOT_QUEUED, SHARED, SPACE_MASK,
+    BlockState, block_id_t, hash_t, int32_t, int64_t, record_id_t, ref_t, space_t, uint8_t,
+    uint16_t, uint32_t, uint64_t, INDEX_MASK, LOOSE_FLAG, MAX_BLOCKS, MAX_HASH_BYTES, MAX_NUM_TOKENS, NO_RECORD,
+    NO_TOKENS_FLAG, NOT_QUEUED, SHARED, SHARED_FLAG, SPACE_MASK,
 )
 from cpython.buffer cimport (
     Py_buffer, PyBUF_FORMAT, PyBUF_STRIDED_RO, PyBUF_WRITABLE, PyBuffer_FillInfo,
@@ -38,7 +38,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from cpool.core.contract import BlockIdError, ContractError, Registration
+from cpool.core import saving
+from cpool.core.contract import BlockIdError, ContractError, Registration, SavedPoolError
 from cpool.core.standalone import BlockHashToBlockMap, FreeKVCacheBlockQueue
 
 cdef extern from *:
@@ -61,6 +62,7 @@ include "arguments.pxi"
 include "steps.pxi"
 include "handles.pxi"
 include "views.pxi"
+include "save.pxi"
 
 
 cdef void* new_array(object array, Py_buffer* view) except NULL:
@@ -455,7 +457,7 @@ cdef class BlockPool:
         cdef space_t space
         found = empty(count, int64_dtype)
         space = registry.find_space(&self.core, group_id, batch.width)
-        if space and count:
+        if space and count and self.core.table.cells != NULL:
             count = registry.find_batch(
                 &self.core, batch.rows, batch.row_bytes, count, space, multiple_of, prefix,
                 <int64_t*>new_array(found, &view),
@@ -1374,6 +1376,112 @@ cdef class BlockPool:
         events = self.kv_event_queue
         self.kv_event_queue = []
         return events
+
+    # Save and load ------------------------------------------------------------------------
+
+    def save(self, path):
+        """Write the whole state to a file, under a temporary name that is then renamed.
+
+        Held blocks stay held in the file: blocks, keys, counts and the order of eviction are
+        all in it. Not in it are the metrics collector, events that nobody took yet,
+        attributes of the instance, and the table's random words, which each pool draws.
+
+        Args:
+            path: The file; an old one is replaced when the new one is complete.
+
+        Raises:
+            ContractError: Blocks wait for their ``on_reuse`` callback, which no file can
+                hold, or counts were written from outside; nothing was written.
+            OSError: The file cannot be written; an old one is as it was.
+        """
+        if self._reuse_watchers:
+            raise ContractError(
+                f"{len(self._reuse_watchers)} blocks have an on_reuse callback, "
+                "which cannot be saved"
+            )
+        refuse_unsavable(&self.core)
+        arrays = arrays_of(&self.core)
+        arrays["queue"] = self.free_queue_ids()
+        arrays["ref_cnts"] = self.ref_cnts
+        saving.write(path, self.settings(), arrays)
+
+    cdef dict settings(self):
+        return {
+            "num_gpu_blocks": int(self.num_gpu_blocks),
+            "hash_block_size": self.hash_block_size,
+            "enable_caching": bool(self.enable_caching),
+            "enable_kv_cache_events": bool(self.enable_kv_cache_events),
+            "medium": str(self.medium),
+            "hash_width": self.hash_width,
+            "num_evicted_blocks": self.num_evicted_blocks,
+        }
+
+    @classmethod
+    def load(cls, path, metrics_collector=None):
+        """A pool in the state that `save` wrote: look-ups, counts, order of eviction.
+
+        Args:
+            path: The file.
+            metrics_collector: As in the constructor.
+
+        Raises:
+            SavedPoolError: The file is no saved pool, is damaged, or is of a version that
+                this one cannot read; the message says which. No pool was built.
+            OSError: The file cannot be read.
+        """
+        settings, arrays = saving.read(path)
+        try:
+            pool = cls(
+                num_gpu_blocks=settings["num_gpu_blocks"],
+                enable_caching=settings["enable_caching"],
+                hash_block_size=settings["hash_block_size"],
+                enable_kv_cache_events=settings["enable_kv_cache_events"],
+                metrics_collector=metrics_collector,
+                medium=settings["medium"],
+            )
+        except ContractError as error:
+            raise SavedPoolError(f"{path}: {error}") from error
+        try:
+            (<BlockPool>pool).load_arrays(settings, arrays)
+        except SavedPoolError as error:
+            raise SavedPoolError(f"{path}: {error}") from None
+        return pool
+
+    cdef int load_arrays(self, dict settings, dict arrays) except -1:
+        # The arrays are ours, with the dtypes of save.pxi; their values are checked here.
+        cdef Py_buffer view
+        cdef size_t count = len(arrays["registrations"])
+        cdef size_t num_copies = len(arrays["copies"])
+        cdef size_t num_spaces = len(arrays["spaces"])
+        cdef size_t width = arrays["digests"].shape[1]
+        cdef IdBuffer extras = make_buffer(count)
+        is_copy = np.zeros(count, np.uint8)
+        cdef void* ref_cnts = new_array(arrays["ref_cnts"], &view)
+        cdef void* queue = new_array(arrays["queue"], &view)
+        cdef void* spaces = new_array(arrays["spaces"], &view)
+        cdef void* registrations = new_array(arrays["registrations"], &view)
+        cdef void* digests = new_array(arrays["digests"], &view)
+        cdef void* copies = new_array(arrays["copies"], &view)
+        cdef void* marks = new_array(is_copy, &view)
+        if len(arrays["ref_cnts"]) != self.core.blocks.num_blocks:
+            raise SavedPoolError(
+                f"{len(arrays['ref_cnts'])} counts for {self.core.blocks.num_blocks} blocks"
+            )
+        if len(arrays["digests"]) != count or count == 0 and num_spaces:
+            raise SavedPoolError(
+                f"{len(arrays['digests'])} digests in {num_spaces} spaces for {count} keys"
+            )
+        load_queue(&self.core, <const int32_t*>ref_cnts, <const block_id_t*>queue,
+                   len(arrays["queue"]))
+        load_spaces(&self.core, <const SavedSpace*>spaces, num_spaces, width)
+        load_keys(
+            &self.core, <const SavedRegistration*>registrations, count, <const uint8_t*>digests,
+            width, <const uint32_t*>copies, num_copies, extras.ids, <uint8_t*>marks,
+        )
+        self.hash_width = settings["hash_width"]
+        self.num_evicted_blocks = settings["num_evicted_blocks"]
+        self.after()
+        return 0
 
     # What the pool holds ------------------------------------------------------------------
 
