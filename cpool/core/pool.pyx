@@ -45,6 +45,10 @@ from cpool.core.standalone import BlockHashToBlockMap, FreeKVCacheBlockQueue
 cdef extern from *:
     bint CPOOL_DEBUG
     void PyObject_GC_UnTrack(void* object)
+    # Objects made between a check and its commit could start the garbage collector, and then
+    # the __del__ of anything could call the pool. So there it is off.
+    int PyGC_Disable()
+    int PyGC_Enable()
 
 cdef enum:
     NULL_BLOCK = 0
@@ -161,10 +165,13 @@ cdef class BlockPool:
 
     def __dealloc__(self):
         cdef uint32_t i
+        cdef bint collects = PyGC_Disable()
         if self.num_handles and self.handles != NULL:
             for i in range(self.core.blocks.num_blocks + 2):
                 if self.handles[i] != NULL:
                     (<KVCacheBlock>self.handles[i]).detach()
+        if collects:
+            PyGC_Enable()
         memory.release(&self.handles_array)
         registry.release(&self.core)
 
@@ -185,6 +192,9 @@ cdef class BlockPool:
         if self.handles[id] != NULL:
             return <KVCacheBlock>self.handles[id]
         block = KVCacheBlock.__new__(KVCacheBlock)
+        if self.handles[id] != NULL:
+            # The garbage collector ran, and a __del__ asked for the same block.
+            return <KVCacheBlock>self.handles[id]
         # A pool's handle refers to no object, so the collector need not look at it.
         PyObject_GC_UnTrack(<void*>block)
         block.owner = <PyObject*>self
@@ -321,6 +331,8 @@ cdef class BlockPool:
         cdef Holder other
         if not self.core.blocks.keys[id].space & LOOSE_FLAG:
             return 0
+        if id == NULL_BLOCK:
+            raise ContractError("the null block is never registered")
         key = registry.key_of(&self.core, registry.primary(id))
         space = self.core.spaces[key.space]
         registry.reserve(&self.core, space.group, space.width, 1, 0)
@@ -555,16 +567,25 @@ cdef class BlockPool:
     cdef int allocate(self, block_id_t* ids, size_t count) except -1:
         # Takes the first `count` blocks out of the queue into `ids`.
         cdef size_t i
-        head_run(&self.core, ids, count)
+        cdef bint collects
         if self.is_observed():
-            blocks_taken = self.handles_of(ids, count)
-            free_queue.take_head_run(&self.core.queue, ids, count)
+            collects = PyGC_Disable()
+            try:
+                self.check_available(count)
+                head_run(&self.core, ids, count)
+                blocks_taken = self.handles_of(ids, count)
+                free_queue.take_head_run(&self.core.queue, ids, count)
+            finally:
+                if collects:
+                    PyGC_Enable()
             try:
                 self.announce_allocation(blocks_taken, ids, count)
             except BaseException:
                 put_back(&self.core, ids, count)
                 raise
             return 0
+        self.check_available(count)
+        head_run(&self.core, ids, count)
         free_queue.take_head_run(&self.core.queue, ids, count)
         if self.enable_caching:
             self.num_evicted_blocks += evict_run(&self.core, ids, count)
@@ -622,6 +643,8 @@ cdef class BlockPool:
         """
         cdef int64_t count = read_count(num_blocks, "num_blocks", 0, (1 << 62))
         cdef IdBuffer buffer
+        cdef list result
+        cdef int64_t i
         self.check_available(count)
         if count == 0:
             return []
@@ -629,6 +652,9 @@ cdef class BlockPool:
         head_run(&self.core, buffer.ids, count)
         result = self.handles_of(buffer.ids, count)
         self.allocate(buffer.ids, count)
+        # The same blocks, unless making their handles ran a __del__ that changed the queue.
+        for i in range(count):
+            result[i] = self.handle(buffer.ids[i])
         self.after()
         return result
 
@@ -662,15 +688,19 @@ cdef class BlockPool:
     def touch_ids(self, ids):
         """As `touch`, with an array of block ids."""
         cdef IdBatch batch = read_ids(ids, self.core.blocks.num_blocks)
+        if self.metrics_collector is not None:
+            copy_ids(batch)
         self.touch_run(batch.ids, batch.count)
 
     cdef int touch_run(self, const block_id_t* ids, size_t count) except -1:
+        # With a collector the caller's array was copied: what it calls may write to it.
         cdef size_t i
         check_touch(&self.core, ids, count)
         if self.metrics_collector is None:
             commit_touch(&self.core, ids, count)
         else:
             for i in range(count):
+                check_touch(&self.core, ids + i, 1)
                 commit_touch(&self.core, ids + i, 1)
                 self.metrics_collector.on_block_accessed(self.handle(ids[i]))
         self.after()
@@ -1233,6 +1263,7 @@ cdef class BlockPool:
         if self.metrics_collector is None and not self.enable_kv_cache_events:
             self.num_evicted_blocks += evict_run(&self.core, batch.ids, batch.count)
         else:
+            copy_ids(batch)
             for i in range(batch.count):
                 self.evict(batch.ids[i])
         self.after()
