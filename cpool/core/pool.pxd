@@ -24,6 +24,15 @@ cdef class HashBatch:
     cdef bytes row(self, size_t i)
 
 
+cdef enum:
+    PAGE_HANDLES = 64
+
+
+cdef struct HandlePage:
+    PyObject* handles[PAGE_HANDLES]     # the live handle of each block, borrowed, or NULL
+    uint32_t num_live
+
+
 cdef class KVCacheBlock:
     cdef PyObject* owner            # its BlockPool, borrowed; NULL for a block of its own
     cdef block_id_t index           # in the pool; from num_blocks on: an end of the free queue
@@ -38,11 +47,11 @@ cdef class KVCacheBlock:
 
 cdef class BlockPool:
     cdef Core core
-    cdef Array handles_array        # PyObject* per block and queue end, from the first handle on
-    cdef PyObject** handles         # the live handle of each, borrowed
-    cdef uint32_t num_handles
+    cdef Array pages_array          # HandlePage* per 64 blocks, from the first handle on
+    cdef HandlePage** pages         # NULL where no handle lives
+    cdef uint32_t num_pages
     cdef uint32_t num_exports       # numpy views of the key columns that are alive
-    cdef uint32_t hash_width        # of the batch interface's keys; 0 until one is registered
+    cdef uint32_t hash_width        # of the first key registered; 0 before it and after a reset
     cdef readonly unsigned long long num_evicted_blocks
     cdef readonly object num_gpu_blocks
     cdef readonly uint32_t hash_block_size
@@ -55,6 +64,8 @@ cdef class BlockPool:
     cdef object __weakref__
 
     cdef KVCacheBlock handle(self, block_id_t id)
+    cdef HandlePage* page_of(self, block_id_t id) except NULL
+    cdef void forget_handle(self, block_id_t id) noexcept
     cdef list handles_of(self, const block_id_t* ids, size_t count)
     cdef block_id_t own_id(self, object block) except? 0xFFFFFFFF
     cdef block_id_t check_id(self, object block_id) except? 0xFFFFFFFF
@@ -82,6 +93,7 @@ cdef class BlockPool:
     cdef int touch_run(self, const block_id_t* ids, size_t count) except -1
     cdef IdBuffer buffer_of(self, object blocks)
     cdef int release(self, IdBuffer buffer, bint hashed_last, bint all_last) except -1
+    cdef int release_in_turn(self, dict by_pool) except -1
     cdef object hash_sequence(self, object request, uint64_t block_size, Py_ssize_t* scale)
     cdef int register_full(
         self, const block_id_t* ids, const uint64_t* ends, HashBatch batch, uint32_t group
@@ -93,6 +105,8 @@ cdef class BlockPool:
     cdef int register_one(
         self, block_id_t id, const Key* key, hash_t hash, uint32_t num_tokens
     ) except -1
+    cdef void note_width(self, uint32_t width) noexcept
+    cdef uint32_t num_page_slots(self) noexcept
     cdef int check_batch_width(self, HashBatch rows) except -1
     cdef uint64_t check_boundary(self, object num_tokens) except? 0
     cdef bint holds(self, block_id_t id, bytes digest, uint32_t group) except -1

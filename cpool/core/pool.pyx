@@ -28,7 +28,7 @@ from cpython.buffer cimport (
 from cpython.bytes cimport (
     PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE,
 )
-from cpython.mem cimport PyMem_Free, PyMem_Malloc
+from cpython.mem cimport PyMem_Free, PyMem_Malloc, PyMem_RawCalloc, PyMem_RawFree
 from cpython.object cimport PyObject
 from libc.string cimport memcpy, memset
 
@@ -134,7 +134,6 @@ cdef class BlockPool:
     event_types = None
 
     def __cinit__(self, *args, **kwargs):
-        self.handles = NULL
         self._reuse_watchers = {}
 
     def __init__(
@@ -164,15 +163,20 @@ cdef class BlockPool:
         free_queue.remove(&self.core.queue, NULL_BLOCK)
 
     def __dealloc__(self):
-        cdef uint32_t i
+        cdef uint32_t i, j
+        cdef HandlePage* page
         cdef bint collects = PyGC_Disable()
-        if self.num_handles and self.handles != NULL:
-            for i in range(self.core.blocks.num_blocks + 2):
-                if self.handles[i] != NULL:
-                    (<KVCacheBlock>self.handles[i]).detach()
+        for i in range(self.num_page_slots()):
+            page = self.pages[i]
+            if page == NULL:
+                continue
+            for j in range(PAGE_HANDLES):
+                if page.handles[j] != NULL:
+                    (<KVCacheBlock>page.handles[j]).detach()
+            PyMem_RawFree(page)
         if collects:
             PyGC_Enable()
-        memory.release(&self.handles_array)
+        memory.release(&self.pages_array)
         registry.release(&self.core)
 
     def __reduce__(self):
@@ -180,28 +184,60 @@ cdef class BlockPool:
 
     # Handles and keys ---------------------------------------------------------------------
 
-    cdef KVCacheBlock handle(self, block_id_t id):
-        cdef KVCacheBlock block
-        if self.handles == NULL:
+    cdef uint32_t num_page_slots(self) noexcept:
+        # Behind the blocks come the two ends of the free queue.
+        return 0 if self.pages == NULL else (self.core.blocks.num_blocks + 1) // PAGE_HANDLES + 1
+
+    cdef HandlePage* page_of(self, block_id_t id) except NULL:
+        if self.pages == NULL:
             if self.core.blocks.num_blocks == 0:
                 raise ContractError("the pool was never initialised")
             memory.allocate(
-                &self.handles_array, <size_t>self.core.blocks.num_blocks + 2, sizeof(PyObject*)
+                &self.pages_array, (self.core.blocks.num_blocks + 1) // PAGE_HANDLES + 1,
+                sizeof(HandlePage*),
             )
-            self.handles = <PyObject**>self.handles_array.data
-        if self.handles[id] != NULL:
-            return <KVCacheBlock>self.handles[id]
-        block = KVCacheBlock.__new__(KVCacheBlock)
-        if self.handles[id] != NULL:
+            self.pages = <HandlePage**>self.pages_array.data
+        if self.pages[id // PAGE_HANDLES] == NULL:
+            if not memory.refuses_allocation():
+                self.pages[id // PAGE_HANDLES] = <HandlePage*>PyMem_RawCalloc(
+                    1, sizeof(HandlePage)
+                )
+            if self.pages[id // PAGE_HANDLES] == NULL:
+                raise MemoryError(f"cannot allocate {sizeof(HandlePage)} bytes")
+            self.num_pages += 1
+        return self.pages[id // PAGE_HANDLES]
+
+    cdef KVCacheBlock handle(self, block_id_t id):
+        cdef HandlePage* page = self.page_of(id)
+        cdef PyObject** place = &page.handles[id % PAGE_HANDLES]
+        cdef KVCacheBlock block
+        if place[0] != NULL:
+            return <KVCacheBlock>place[0]
+        page.num_live += 1      # before the object is made: making it may free others
+        try:
+            block = KVCacheBlock.__new__(KVCacheBlock)
+        except BaseException:
+            self.forget_handle(id)
+            raise
+        if place[0] != NULL:
             # The garbage collector ran, and a __del__ asked for the same block.
-            return <KVCacheBlock>self.handles[id]
+            page.num_live -= 1
+            return <KVCacheBlock>place[0]
         # A pool's handle refers to no object, so the collector need not look at it.
         PyObject_GC_UnTrack(<void*>block)
         block.owner = <PyObject*>self
         block.index = id
-        self.handles[id] = <PyObject*>block
-        self.num_handles += 1
+        place[0] = <PyObject*>block
         return block
+
+    cdef void forget_handle(self, block_id_t id) noexcept:
+        cdef HandlePage* page = self.pages[id // PAGE_HANDLES]
+        page.handles[id % PAGE_HANDLES] = NULL
+        page.num_live -= 1
+        if page.num_live == 0:
+            self.pages[id // PAGE_HANDLES] = NULL
+            self.num_pages -= 1
+            PyMem_RawFree(page)
 
     cdef list handles_of(self, const block_id_t* ids, size_t count):
         cdef list result = []
@@ -467,6 +503,7 @@ cdef class BlockPool:
         cdef Py_buffer view
         cdef size_t count = batch.count
         cdef space_t space
+        self.check_batch_width(batch)
         found = empty(count, int64_dtype)
         space = registry.find_space(&self.core, group_id, batch.width)
         if space and count and self.core.table.cells != NULL:
@@ -726,24 +763,46 @@ cdef class BlockPool:
 
         Raises:
             ContractError: A block is already free, or is named more often than it is held;
-                nothing was changed in this pool.
+                nothing was changed.
         """
-        cdef list own = []
-        cdef dict others = {}
+        cdef dict by_pool = {}
         for block in ordered_blocks:
             if type(block) is not KVCacheBlock:
                 raise TypeError(f"expected a KVCacheBlock, not {type(block).__name__}")
-            if (<KVCacheBlock>block).owner == <PyObject*>self:
-                own.append(block)
-                continue
             pool = block.pool
             if pool is None:
                 raise ContractError(f"block {block.block_id} does not belong to a pool")
-            others.setdefault(pool, []).append(block)
-        if own:
-            self.release(self.buffer_of(own), self.enable_caching, False)
-        for pool, blocks_of_pool in others.items():
-            pool.free_blocks(blocks_of_pool)
+            by_pool.setdefault(pool, []).append(block)
+        if len(by_pool) == 1 and self in by_pool:
+            self.release(self.buffer_of(by_pool[self]), self.enable_caching, False)
+            return
+        self.release_in_turn(by_pool)
+
+    cdef int release_in_turn(self, dict by_pool) except -1:
+        # Pool after pool, this one first. When one refuses, the ones before it take back.
+        cdef list done = []
+        cdef BlockPool pool
+        cdef IdBuffer buffer
+        own = by_pool.pop(self, None)
+        try:
+            if own is not None:
+                buffer = self.buffer_of(own)
+                self.release(buffer, self.enable_caching, False)
+                done.append((self, buffer))
+            for other, blocks_of_other in by_pool.items():
+                if isinstance(other, BlockPool):
+                    pool = <BlockPool>other
+                    buffer = pool.buffer_of(blocks_of_other)
+                    pool.release(buffer, pool.enable_caching, False)
+                    done.append((pool, buffer))
+            for other, blocks_of_other in by_pool.items():
+                if not isinstance(other, BlockPool):
+                    other.free_blocks(blocks_of_other)
+        except BaseException:
+            for pool, buffer in reversed(done):
+                undo_release(&pool.core, buffer.ids, buffer.count)
+            raise
+        return 0
 
     def free_ids(self, ids):
         """As `free_blocks`, with an array of block ids."""
@@ -770,6 +829,8 @@ cdef class BlockPool:
         """
         cdef IdBuffer buffer = self.buffer_of(blocks)
         cdef size_t i
+        if not callable(on_reuse):
+            raise TypeError(f"on_reuse must be callable, not {type(on_reuse).__name__}")
         for i in range(buffer.count):
             if buffer.ids[i] == NULL_BLOCK:
                 raise ContractError("the null block cannot be unpinned")
@@ -861,6 +922,8 @@ cdef class BlockPool:
         cdef size_t count = 0
         if first >= last:
             return
+        if last > len(blocks):
+            raise ContractError(f"num_full_blocks is {last}; there are {len(blocks)} blocks")
         selected = blocks[first:last]
         if block_mask is not None and len(block_mask) != len(selected):
             raise ContractError(
@@ -914,6 +977,7 @@ cdef class BlockPool:
             except (MemoryError, ValueError):
                 drop_all(&self.core, ids, start)
                 raise
+            self.note_width(batch.width)
             self.register_step(ids + start, ends + start, batch, start, count, group)
             start += count
         return 0
@@ -1010,11 +1074,13 @@ cdef class BlockPool:
             digests = [rows.row(i) for i in range(batch.count) if batch.ids[i] != NULL_BLOCK]
             stored = self.make_stored_batch(digests, parent_hash, token_ids, size, group)
         self.register_full(batch.ids, ends.values, rows, group)
-        if batch.count:
-            self.hash_width = rows.width
         if stored is not None:
             self.kv_event_queue.append(stored)
         self.after()
+
+    cdef void note_width(self, uint32_t width) noexcept:
+        if self.hash_width == 0:
+            self.hash_width = width
 
     cdef int check_batch_width(self, HashBatch rows) except -1:
         if self.hash_width and rows.count and rows.width != self.hash_width:
@@ -1131,7 +1197,6 @@ cdef class BlockPool:
                 [block_hash], None, None, self.hash_block_size, group
             )
         self.register_partial(id, block_hash, tokens, group, replace_existing_hashes)
-        self.hash_width = <uint32_t>len(block_hash)
         if stored is not None:
             self.kv_event_queue.append(stored)
         self.after()
@@ -1179,6 +1244,7 @@ cdef class BlockPool:
         key.digest = <const uint8_t*>PyBytes_AS_STRING(digest)
         check_width(width)
         key.space = registry.reserve(&self.core, group, width, 1, 0 if drops else 1)
+        self.note_width(width)
         if drops:
             removed = self.keys_of(id) if self.enable_kv_cache_events else None
             registry.drop_keys(&self.core, id)
@@ -1519,7 +1585,10 @@ cdef class BlockPool:
     @property
     def nbytes(self):
         """Bytes of all arrays, as asked of the allocator."""
-        return registry.nbytes(&self.core) + self.handles_array.nbytes
+        return (
+            registry.nbytes(&self.core) + self.pages_array.nbytes
+            + self.num_pages * sizeof(HandlePage)
+        )
 
     def __sizeof__(self):
         return object.__sizeof__(self) + self.nbytes
@@ -1550,10 +1619,12 @@ cdef class BlockPool:
 
     @property
     def ref_cnts(self):
-        """(num_gpu_blocks,) int32 array: holders of each block; of block 0 it means nothing."""
-        counts = self.states["ref_cnt"][:self.core.blocks.num_blocks].copy()
-        np.maximum(counts[1:], 0, out=counts[1:])
-        return counts
+        """(num_gpu_blocks,) int32, read-only view, zero-copy: holders of each block.
+
+        0 or below means free: while a block is in the free queue, the queue keeps a note in
+        the count. Of the null block it means nothing.
+        """
+        return self.states["ref_cnt"][:self.core.blocks.num_blocks]
 
     @property
     def key_num_tokens(self):

@@ -306,17 +306,40 @@ cdef inline void prefetch_holder(const Core* core, ref_t ref) noexcept:
         prefetch(shared_keys.key(&core.shared, index))
 
 
+cdef inline bint covers_multiple(const Core* core, Holder holder, uint32_t tokens) noexcept:
+    cdef uint32_t covered = num_tokens_of(core, holder)     # 0 with NO_TOKENS_FLAG
+    return covered != 0 and covered % tokens == 0
+
+
+cdef inline bint find_covering(
+    const Core* core, ref_t ref, uint32_t tokens, Holder* holder
+) noexcept:
+    # The first holder, from `holder` on, that covers a multiple of that many tokens.
+    cdef record_id_t id
+    cdef const Member* member
+    if (ref & ~<ref_t>INDEX_MASK) != <ref_t>SHARED:
+        return covers_multiple(core, holder[0], tokens)
+    id = shared_keys.key(&core.shared, ref & INDEX_MASK).first
+    while id != NO_RECORD:
+        member = shared_keys.member(&core.shared, id)
+        holder.block = member.block
+        holder.extra = member.extra
+        if covers_multiple(core, holder[0], tokens):
+            return True
+        id = member.next
+    return False
+
+
 cdef inline size_t find_batch(
     const Core* core, const uint8_t* digests, size_t row_bytes, size_t count, space_t space,
     uint32_t multiple_of, bint stop_at_miss, int64_t* found,
 ) noexcept:
     # found[i] = first holder of row i or -1; returns how many rows were answered. With
-    # `multiple_of` only holders count that cover a multiple of that many tokens.
+    # `multiple_of` a holder counts only if it covers a multiple of that many tokens.
     cdef hash_t hashes[PIPELINE]
     cdef uint64_t places[PIPELINE]
     cdef size_t start = 0, width, i
     cdef uint64_t place
-    cdef ref_t ref
     cdef Holder holder
     cdef Key key
     key.space = space
@@ -335,9 +358,10 @@ cdef inline size_t find_batch(
             place = places[i]
             found[start + i] = -1
             while table.holds(&core.table, place, hashes[i]):
-                ref = <ref_t>core.table.cells[place]
-                if names(core, ref, &key, &holder):
-                    if multiple_of == 0 or find_full(core, ref, &holder, multiple_of):
+                if names(core, <ref_t>core.table.cells[place], &key, &holder):
+                    if multiple_of == 0 or find_covering(
+                        core, <ref_t>core.table.cells[place], multiple_of, &holder
+                    ):
                         found[start + i] = holder.block
                     break
                 place = table.following(&core.table, place)
@@ -345,32 +369,6 @@ cdef inline size_t find_batch(
                 return start + i
         start += width
     return count
-
-
-cdef inline bint covers_multiple(const Core* core, Holder holder, uint32_t tokens) noexcept:
-    cdef uint32_t covered = num_tokens_of(core, holder)     # 0 with NO_TOKENS_FLAG
-    return covered != 0 and covered % tokens == 0
-
-
-cdef inline bint find_full(
-    const Core* core, ref_t ref, Holder* holder, uint32_t multiple_of
-) noexcept:
-    # From the first holder of the cell `ref` on, the first that covers such a multiple.
-    cdef record_id_t id
-    cdef const Member* member
-    if covers_multiple(core, holder[0], multiple_of):
-        return True
-    if (ref & ~<ref_t>INDEX_MASK) != <ref_t>SHARED:
-        return False
-    id = shared_keys.key(&core.shared, ref & INDEX_MASK).first
-    while id != NO_RECORD:
-        member = shared_keys.member(&core.shared, id)
-        holder.block = member.block
-        holder.extra = member.extra
-        if covers_multiple(core, holder[0], multiple_of):
-            return True
-        id = member.next
-    return False
 
 
 # Changes ----------------------------------------------------------------------------------
