@@ -880,6 +880,7 @@ cdef class BlockPool:
             )
         return hashes
 
+    @cython.boundscheck(True)   # of the request's hashes
     def cache_full_blocks(
         self,
         request,
@@ -1089,6 +1090,7 @@ cdef class BlockPool:
             )
         return 0
 
+    @cython.boundscheck(True)   # of the request's hashes
     def cache_partial_block(
         self,
         request,
@@ -1441,6 +1443,7 @@ cdef class BlockPool:
             )
         return 0
 
+    @cython.boundscheck(True)   # of the request's hashes
     def emit_cached_block_events(
         self, request, num_cached_blocks, block_size, kv_cache_group_id
     ):
