@@ -1502,7 +1502,7 @@ cdef class BlockPool:
         refuse_unsavable(&self.core)
         arrays = arrays_of(&self.core)
         arrays["queue"] = self.free_queue_ids()
-        arrays["ref_cnts"] = self.ref_cnts
+        arrays["ref_cnts"] = np.ascontiguousarray(self.ref_cnts)
         saving.write(path, self.settings(), arrays)
 
     cdef dict settings(self):
