@@ -274,3 +274,5 @@ cdef class BlockPool:
     cdef int emit_arrival(self, bytes key) except -1
     cdef int emit_departure(self, Holder holder) except -1
     cdef SnapshotRun take_snapshot(self)
+    cdef dict settings(self)
+    cdef int load_arrays(self, dict settings, dict arrays) except -1
