@@ -126,3 +126,32 @@ def test_hashes_of_any_one_width(width: int) -> None:
     pool.cache_full_ids(pool.get_new_block_ids(3), hashes, 0, 4)
     assert pool.find_ids(hashes, 0).tolist() == [1, 2, 3]
     assert pool.registrations(2)[0].block_hash == hashes[1]
+
+
+@pytest.mark.parametrize("grain", ["handles", "ids"])
+@pytest.mark.parametrize("width", [8, 16, 32])
+def test_a_flat_buffer_is_cut_by_the_width_of_the_pools_keys(width: int, grain: str) -> None:
+    pool = cpool.BlockPool(4, True, 4)
+    chain = make_request(3, width=width)
+    if grain == "ids":
+        pool.cache_full_ids(pool.get_new_block_ids(3), b"".join(chain.block_hashes), 0, 4)
+    else:
+        pool.cache_full_blocks(chain, pool.get_new_blocks(3), 0, 3, 4, 0)
+    assert pool.find_ids(b"".join(chain.block_hashes), 0).tolist() == [1, 2, 3]
+
+
+def test_many_groups_are_told_apart() -> None:
+    pool = cpool.BlockPool(400, True, 4)
+    ids = pool.get_new_block_ids(300)
+    for group, block_id in enumerate(ids):
+        pool.cache_partial_id(int(block_id), HASHES[0], 4, group * 1_000_003)
+    for group, block_id in enumerate(ids):
+        assert pool.find_ids(HASHES[:1], group * 1_000_003).tolist() == [block_id]
+    assert pool.find_ids(HASHES[:1], 1).tolist() == [-1]
+
+
+def test_a_block_named_twice_ends_up_under_its_last_hash(pool: Any) -> None:
+    (block_id,) = pool.get_new_block_ids(1).tolist()
+    pool.cache_full_ids([block_id, block_id], HASHES[4:], 0, 4)
+    assert pool.registrations(block_id) == [(HASHES[5], 0, 8, True)]
+    assert pool.find_ids(HASHES[4:], 0).tolist() == [-1, block_id]

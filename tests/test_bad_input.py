@@ -109,7 +109,9 @@ BY_ID = {
 @pytest.mark.parametrize("block_id", OUT_OF_RANGE)
 @pytest.mark.parametrize("method", BY_ID)
 def test_an_id_out_of_range(pool: Any, method: str, block_id: int) -> None:
-    with pytest.raises(cpool.BlockIdError, match=rf"(?<!\d){block_id}\b.*\b({NUM_BLOCKS}|{NUM_BLOCKS - 1})\b"):
+    with pytest.raises(
+        cpool.BlockIdError, match=rf"(?<!\d){block_id}\b.*\b({NUM_BLOCKS}|{NUM_BLOCKS - 1})\b"
+    ):
         BY_ID[method](pool, block_id)
 
 
@@ -221,6 +223,19 @@ def test_a_block_of_another_pool(pool: Any) -> None:
         with pytest.raises(cpool.ContractError):
             call()
         assert dump(other) == before
+
+
+def test_a_bad_block_of_another_pool_frees_nothing_here(pool: Any) -> None:
+    other = cpool.BlockPool(NUM_BLOCKS, True, 4)
+    (foreign,) = other.get_new_blocks(1)
+    held = pool.blocks[HELD_ONCE]
+    before = dump(other)
+    with pytest.raises(cpool.ContractError, match=str(foreign.block_id)):
+        pool.free_blocks([held, foreign, foreign])
+    with pytest.raises(cpool.ContractError, match=str(HELD_ONCE)):
+        pool.free_blocks([held, foreign, held])
+    assert dump(other) == before
+    other.check_consistency()
 
 
 def test_an_iterable_of_blocks_that_fails(pool: Any) -> None:

@@ -24,7 +24,7 @@ import cpool
 pytest.importorskip("zmq", reason="publishing needs cpool[events]")
 pytest.importorskip("msgspec", reason="publishing needs cpool[events]")
 
-from cpool.events.publisher import EventPublisher  # noqa: E402
+from cpool.events.publisher import EventPublisher
 
 pytestmark = pytest.mark.dynamo
 
@@ -45,9 +45,7 @@ class Request:
     session_id = None
 
     def __init__(self, choices):
-        self.all_token_ids = [
-            1000 * position + choice for position, choice in enumerate(choices)
-        ]
+        self.all_token_ids = [1000 * position + choice for position, choice in enumerate(choices)]
         self.block_hashes = []
         digest = b""
         for start in range(0, len(self.all_token_ids), HASH_BLOCK_SIZE):

@@ -22,15 +22,13 @@ pytestmark = pytest.mark.skipif(
 CHAIN = make_request(600)
 OTHER_CHAIN = make_request(600, seed=1)
 NUM_BLOCKS = 600
+LARGE = 5000  # Registrations that reserve memory in several steps.
+LARGE_CHAIN = make_request(LARGE, seed=2)
 
 
-def new_pool() -> Any:
-    return cpool.BlockPool(NUM_BLOCKS, True, 4, enable_kv_cache_events=True)
-
-
-def held(num_blocks: int = 500) -> Any:
-    pool = new_pool()
-    pool.get_new_block_ids(num_blocks)
+def held(num_held: int = 500, num_blocks: int = NUM_BLOCKS) -> Any:
+    pool = cpool.BlockPool(num_blocks, True, 4, enable_kv_cache_events=True)
+    pool.get_new_block_ids(num_held)
     return pool
 
 
@@ -69,6 +67,16 @@ OPERATIONS: dict[str, tuple[Callable[[], Any], Operation]] = {
     ),
     "evict_blocks": (registered, lambda pool: pool.evict_blocks(range(1, 300))),
     "evict_ids": (registered, lambda pool: pool.evict_ids(range(1, 300))),
+    "thousands of registrations": (
+        lambda: held(LARGE, LARGE + 1),
+        lambda pool: pool.cache_full_ids(range(1, LARGE + 1), LARGE_CHAIN.block_hashes, 0, 4),
+    ),
+    "thousands of duplicates": (
+        lambda: held(LARGE, LARGE + 1),
+        lambda pool: pool.cache_full_ids(
+            range(1, LARGE + 1), LARGE_CHAIN.block_hashes[: LARGE // 2] * 2, 0, 4
+        ),
+    ),
     "first registration": (held, lambda pool: pool.cache_partial_id(1, bytes(32), 4, 0)),
     "first registration by handle": (
         held,
@@ -135,6 +143,8 @@ OPERATIONS: dict[str, tuple[Callable[[], Any], Operation]] = {
 
 # These grow the table or the extra keys, so some allocation must have failed.
 MUST_ALLOCATE = {
+    "thousands of registrations",
+    "thousands of duplicates",
     "first registration",
     "first registration by handle",
     "cache_full_blocks",

@@ -126,6 +126,36 @@ def test_a_key_can_be_set_and_reset(pool: Any) -> None:
     assert block.block_hash is None
 
 
+def test_a_key_assigned_by_hand_is_not_findable_until_it_is_inserted(pool: Any) -> None:
+    (block,) = pool.get_new_blocks(1)
+    table = pool.cached_block_hash_to_block
+    block._block_hash = KEY
+    assert block.block_hash == KEY
+    assert table.get_one_block(KEY) is None
+    assert pool._maybe_evict_cached_block(block) is False
+    assert block.block_hash is None
+    block._block_hash = KEY
+    table.insert(KEY, block)
+    assert table.get_one_block(KEY) is block
+    assert pool._maybe_evict_cached_block(block) is True
+    assert len(table) == 0
+    pool.check_consistency()
+
+
+def test_a_key_taken_out_of_the_table_stays_on_the_block(pool: Any) -> None:
+    first, second = pool.get_new_blocks(2)
+    for block in (first, second):
+        pool._insert_block_hash(KEY, block, num_tokens=4)
+    table = pool.cached_block_hash_to_block
+    assert table.pop(KEY, first.block_id) is first
+    assert table.pop(KEY, first.block_id) is None
+    assert first.block_hash == KEY
+    assert table.get_one_block(KEY) is second
+    assert pool._maybe_evict_cached_block(first) is False
+    assert table.get_one_block(KEY) is second
+    pool.check_consistency()
+
+
 def test_handles_outlive_their_pool() -> None:
     pool = cpool.BlockPool(6, True, 4)
     blocks = pool.get_new_blocks(2)

@@ -151,4 +151,10 @@ def test_dropped_handles_leave_nothing_behind() -> None:
     walk()
     _, num_bytes = traced(walk)
     assert num_bytes <= 4096
-    assert sys.getsizeof(pool) <= 16 * 100_000 + 65_536
+
+
+def test_handles_cost_a_pointer_a_block_at_most() -> None:
+    pool = new_pool(100_000)
+    before = pool.nbytes
+    assert len([block for block in pool.blocks if block.is_null]) == 1
+    assert pool.nbytes - before <= 8 * 100_000 + 4096

@@ -45,7 +45,7 @@ cdef IdBatch read_ids(object ids, uint32_t num_blocks):
     cdef IdBuffer strided
     cdef size_t i
     if not PyObject_CheckBuffer(ids):
-        ids = ids_as_array(ids)
+        ids = ids_as_array(ids, num_blocks)
     PyObject_GetBuffer(ids, &batch.view, PyBUF_STRIDED_RO | PyBUF_FORMAT)
     batch.has_view = True
     if batch.view.ndim != 1:
@@ -82,7 +82,7 @@ cdef IdBatch read_ids(object ids, uint32_t num_blocks):
     return batch
 
 
-cdef object ids_as_array(object ids):
+cdef object ids_as_array(object ids, uint32_t num_blocks):
     if isinstance(ids, (str, dict)):
         raise TypeError(f"block ids must be integers, not {type(ids).__name__}")
     if not isinstance(ids, (list, tuple)):
@@ -93,7 +93,10 @@ cdef object ids_as_array(object ids):
                 f"block ids must be integers: {id!r} at position {i} is a {type(id).__name__}"
             )
         if not -(1 << 63) <= id < 1 << 63:
-            raise BlockIdError(f"block id {id} at position {i} is out of range")
+            raise BlockIdError(
+                f"block id {id} at position {i} is out of range: "
+                f"the pool has {num_blocks} blocks"
+            )
     return np.array(ids, dtype=np.int64)
 
 

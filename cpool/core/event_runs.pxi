@@ -27,6 +27,20 @@ cdef class EventRun:
         )
 
 
+cdef inline void append_removed(
+    RemovedRun run, const Space* space, const uint8_t* digest
+) noexcept:
+    # There is room: whoever made the run counted the keys.
+    cdef char* row = run.rows + run.count * run.row_bytes
+    (<RemovedKey*>row).group = space.group
+    (<RemovedKey*>row).width = <uint8_t>space.width
+    if space.width == 32:
+        memcpy(row + sizeof(RemovedKey), digest, 32)
+    else:
+        memcpy(row + sizeof(RemovedKey), digest, space.width)
+    run.count += 1
+
+
 cdef class RemovedRun(EventRun):
     """Keys that left, in order; each is one `BlockRemoved`."""
 
@@ -44,14 +58,6 @@ cdef class RemovedRun(EventRun):
         run.count = stop - start
         run.fields = self.fields
         return run
-
-    cdef void append(self, const Space* space, const uint8_t* digest) noexcept:
-        # There is room: whoever made the run counted the keys.
-        cdef RemovedKey* row = self.row(self.count)
-        row.group = space.group
-        row.width = <uint8_t>space.width
-        memcpy(<uint8_t*>row + sizeof(RemovedKey), digest, space.width)
-        self.count += 1
 
     @property
     def num_events(self):

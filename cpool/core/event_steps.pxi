@@ -37,7 +37,7 @@ cdef inline void log_key(
     if truthful and registry.flagged_space(core, holder) & SHARED_FLAG:
         return
     key = registry.key_of(core, holder)
-    run.append(&core.spaces[key.space], key.digest)
+    append_removed(run, &core.spaces[key.space], key.digest)
 
 
 cdef void log_keys(const Core* core, block_id_t id, RemovedRun run, bint truthful) noexcept:
@@ -51,11 +51,19 @@ cdef void log_keys(const Core* core, block_id_t id, RemovedRun run, bint truthfu
         holder.extra = reverse_index.extra(&core.index, holder.extra).next
 
 
+cdef inline bint has_own_key_only(const Core* core, block_id_t id) noexcept:
+    # Whether a block has one key, which the table knows and no other block holds.
+    cdef space_t space = core.blocks.keys[id].space
+    return space != 0 and not space & (LOOSE_FLAG | SHARED_FLAG) and (
+        reverse_index.first(&core.index, id) == NO_RECORD
+    )
+
+
 cdef size_t evict_logged(
     Core* core, const block_id_t* ids, size_t count, RemovedRun run, bint truthful
 ) noexcept:
     # As evict_run, and every key that leaves is appended to `run`, which has room.
-    cdef hash_t hashes[32]
+    cdef hash_t hashes[registry.PIPELINE]
     cdef size_t start = 0, width, i, evicted = 0
     cdef space_t space
     cdef Key key
@@ -73,17 +81,18 @@ cdef size_t evict_logged(
                 hashes[i - start] = registry.hash_of(core, &key)
                 table.prefetch_home(&core.table, hashes[i - start])
         for i in range(start, start + width):
-            log_keys(core, ids[i], run, truthful)
-            space = core.blocks.keys[ids[i]].space
-            if space and not space & LOOSE_FLAG and (
-                reverse_index.first(&core.index, ids[i]) == NO_RECORD
-            ):
-                registry.unlink_hashed(core, registry.primary(ids[i]), hashes[i - start])
-                core.blocks.keys[ids[i]].space = 0
-                core.blocks.keys[ids[i]].num_tokens = 0
-                evicted += 1
-            else:
+            if not has_own_key_only(core, ids[i]):
+                log_keys(core, ids[i], run, truthful)
                 evicted += registry.drop_keys(core, ids[i]) != 0
+                continue
+            space = core.blocks.keys[ids[i]].space
+            append_removed(
+                run, &core.spaces[space & SPACE_MASK], blocks.digest_slot(&core.blocks, ids[i])
+            )
+            registry.unlink_hashed(core, registry.primary(ids[i]), hashes[i - start])
+            core.blocks.keys[ids[i]].space = 0
+            core.blocks.keys[ids[i]].num_tokens = 0
+            evicted += 1
         start += width
     return evicted
 
@@ -158,7 +167,10 @@ cdef class BatchSource(EventSource):
             count += self.ids[i] != NULL_BLOCK
         run.rows = PyBytes_FromStringAndSize(NULL, count * width)
         copied = PyBytes_AS_STRING(run.rows)
-        for i in range(start, stop):
+        if count == stop - start and rows.row_bytes == width:
+            memcpy(copied, rows.rows + start * width, count * width)
+            count = 0
+        for i in range(start, stop if count else start):
             if self.ids[i] != NULL_BLOCK:
                 memcpy(copied, rows.rows + i * rows.row_bytes, width)
                 copied += width
@@ -177,11 +189,13 @@ cdef class BatchSource(EventSource):
 
 
 cdef object copy_tokens(object token_ids, object start, object stop):
-    # What the caller may change later is copied: a list, or an array.
+    # What the caller may change later is copied: a list, or an array that is not read-only.
     if token_ids is None:
         return []
     part = token_ids[start:stop]
-    return np.array(part) if isinstance(part, np.ndarray) else list(part)
+    if not isinstance(part, np.ndarray):
+        return list(part)
+    return np.array(part) if part.flags.writeable else part
 
 
 cdef class RegistrationLog:
@@ -218,10 +232,8 @@ cdef class RegistrationLog:
         return 0
 
     cdef int replacing(self, size_t i) except -1:
-        # Before a registration that takes a block's keys away, if it has a primary one.
+        # Before a registration that takes a block's keys away.
         cdef size_t before = self.removed.count
-        if not registry.has_primary(&self.pool.core, self.ids[i]):
-            return 0
         log_keys(&self.pool.core, self.ids[i], self.removed, self.truthful)
         if self.truthful and self.removed.count > before:
             self.close()
@@ -229,9 +241,7 @@ cdef class RegistrationLog:
         return 0
 
     cdef int registered(self, size_t i, bint is_new) except -1:
-        parents.note(&self.pool.parents, self.ids[i], NO_RECORD, self.parent_of.values[i])
-        if not self.truthful:
-            return 0
+        # For the truthful stream only.
         if is_new and self.start < self.stop and self.stop == i and self.follows(i):
             self.stop = i + 1
             return 0

@@ -56,7 +56,6 @@ cdef class RemovedRun(EventRun):
 
     cdef RemovedKey* row(self, size_t i) noexcept
     cdef RemovedRun part(self, size_t start, size_t stop)
-    cdef void append(self, const Space* space, const uint8_t* digest) noexcept
 
 
 cdef struct StoredSpan:
@@ -148,6 +147,15 @@ cdef class RegistrationLog:
     cdef int finish(self, object stored) except -1
 
 
+cdef enum:
+    PAGE_HANDLES = 64
+
+
+cdef struct HandlePage:
+    PyObject* handles[PAGE_HANDLES]     # the live handle of each block, borrowed, or NULL
+    uint32_t num_live
+
+
 cdef class KVCacheBlock:
     cdef PyObject* owner            # its BlockPool, borrowed; NULL for a block of its own
     cdef block_id_t index           # in the pool; from num_blocks on: an end of the free queue
@@ -162,11 +170,11 @@ cdef class KVCacheBlock:
 
 cdef class BlockPool:
     cdef Core core
-    cdef Array handles_array        # PyObject* per block and queue end, from the first handle on
-    cdef PyObject** handles         # the live handle of each, borrowed
-    cdef uint32_t num_handles
+    cdef Array pages_array          # HandlePage* per 64 blocks, from the first handle on
+    cdef HandlePage** pages         # NULL where no handle lives
+    cdef uint32_t num_pages
     cdef uint32_t num_exports       # numpy views of the key columns that are alive
-    cdef uint32_t hash_width        # of the batch interface's keys; 0 until one is registered
+    cdef uint32_t hash_width        # of the first key registered; 0 before it and after a reset
     cdef Parents parents            # of registrations, while events are on
     cdef dict group_block_sizes     # group -> tokens in a block, as last registered
     cdef bint is_resetting          # and nothing that happens is to be told
@@ -185,6 +193,8 @@ cdef class BlockPool:
     cdef object __weakref__
 
     cdef KVCacheBlock handle(self, block_id_t id)
+    cdef HandlePage* page_of(self, block_id_t id) except NULL
+    cdef void forget_handle(self, block_id_t id) noexcept
     cdef list handles_of(self, const block_id_t* ids, size_t count)
     cdef block_id_t own_id(self, object block) except? 0xFFFFFFFF
     cdef block_id_t check_id(self, object block_id) except? 0xFFFFFFFF
@@ -212,6 +222,7 @@ cdef class BlockPool:
     cdef int touch_run(self, const block_id_t* ids, size_t count) except -1
     cdef IdBuffer buffer_of(self, object blocks)
     cdef int release(self, IdBuffer buffer, bint hashed_last, bint all_last) except -1
+    cdef int release_in_turn(self, dict by_pool) except -1
     cdef object hash_sequence(self, object request, uint64_t block_size, Py_ssize_t* scale)
     cdef int register_full(
         self, const block_id_t* ids, const uint64_t* ends, HashBatch batch, uint32_t group,
@@ -224,6 +235,8 @@ cdef class BlockPool:
     cdef bint register_one(
         self, block_id_t id, const Key* key, hash_t hash, uint32_t num_tokens
     ) noexcept
+    cdef void note_width(self, uint32_t width) noexcept
+    cdef uint32_t num_page_slots(self) noexcept
     cdef int check_batch_width(self, HashBatch rows) except -1
     cdef uint64_t check_boundary(self, object num_tokens) except? 0
     cdef bint holds(self, block_id_t id, bytes digest, uint32_t group) except -1
@@ -231,6 +244,10 @@ cdef class BlockPool:
         self, block_id_t id, bytes digest, uint64_t tokens, uint32_t group, bint replace,
         object parent, object stored, bint compact,
     ) except -1
+    cdef int evict_all(self, const block_id_t* ids, size_t count, bint compact) except -1
+    cdef size_t evict_quietly(
+        self, const block_id_t* ids, size_t count, RemovedRun removed
+    ) noexcept
     cdef int move_run(self, block_id_t source, block_id_t target) except -1
     cdef int forget_keys(self) except -1
     cdef object types_of_events(self)

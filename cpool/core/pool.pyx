@@ -31,7 +31,7 @@ from cpython.buffer cimport (
 from cpython.bytes cimport (
     PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE,
 )
-from cpython.mem cimport PyMem_Free, PyMem_Malloc
+from cpython.mem cimport PyMem_Free, PyMem_Malloc, PyMem_RawCalloc, PyMem_RawFree
 from cpython.object cimport PyObject
 from libc.string cimport memcpy, memset
 
@@ -140,7 +140,6 @@ cdef class BlockPool:
     event_ownership = None
 
     def __cinit__(self, *args, **kwargs):
-        self.handles = NULL
         self._reuse_watchers = {}
 
     def __init__(
@@ -175,12 +174,17 @@ cdef class BlockPool:
         free_queue.remove(&self.core.queue, NULL_BLOCK)
 
     def __dealloc__(self):
-        cdef uint32_t i
-        if self.num_handles and self.handles != NULL:
-            for i in range(self.core.blocks.num_blocks + 2):
-                if self.handles[i] != NULL:
-                    (<KVCacheBlock>self.handles[i]).detach()
-        memory.release(&self.handles_array)
+        cdef uint32_t i, j
+        cdef HandlePage* page
+        for i in range(self.num_page_slots()):
+            page = self.pages[i]
+            if page == NULL:
+                continue
+            for j in range(PAGE_HANDLES):
+                if page.handles[j] != NULL:
+                    (<KVCacheBlock>page.handles[j]).detach()
+            PyMem_RawFree(page)
+        memory.release(&self.pages_array)
         parents.release(&self.parents)
         registry.release(&self.core)
 
@@ -189,25 +193,56 @@ cdef class BlockPool:
 
     # Handles and keys ---------------------------------------------------------------------
 
-    cdef KVCacheBlock handle(self, block_id_t id):
-        cdef KVCacheBlock block
-        if self.handles == NULL:
+    cdef uint32_t num_page_slots(self) noexcept:
+        # Behind the blocks come the two ends of the free queue.
+        return 0 if self.pages == NULL else (self.core.blocks.num_blocks + 1) // PAGE_HANDLES + 1
+
+    cdef HandlePage* page_of(self, block_id_t id) except NULL:
+        if self.pages == NULL:
             if self.core.blocks.num_blocks == 0:
                 raise ContractError("the pool was never initialised")
             memory.allocate(
-                &self.handles_array, <size_t>self.core.blocks.num_blocks + 2, sizeof(PyObject*)
+                &self.pages_array, (self.core.blocks.num_blocks + 1) // PAGE_HANDLES + 1,
+                sizeof(HandlePage*),
             )
-            self.handles = <PyObject**>self.handles_array.data
-        if self.handles[id] != NULL:
-            return <KVCacheBlock>self.handles[id]
-        block = KVCacheBlock.__new__(KVCacheBlock)
+            self.pages = <HandlePage**>self.pages_array.data
+        if self.pages[id // PAGE_HANDLES] == NULL:
+            if not memory.refuses_allocation():
+                self.pages[id // PAGE_HANDLES] = <HandlePage*>PyMem_RawCalloc(
+                    1, sizeof(HandlePage)
+                )
+            if self.pages[id // PAGE_HANDLES] == NULL:
+                raise MemoryError(f"cannot allocate {sizeof(HandlePage)} bytes")
+            self.num_pages += 1
+        return self.pages[id // PAGE_HANDLES]
+
+    cdef KVCacheBlock handle(self, block_id_t id):
+        cdef HandlePage* page = self.page_of(id)
+        cdef PyObject** place = &page.handles[id % PAGE_HANDLES]
+        cdef KVCacheBlock block
+        if place[0] != NULL:
+            return <KVCacheBlock>place[0]
+        page.num_live += 1      # before the object is made: making it may free others
+        try:
+            block = KVCacheBlock.__new__(KVCacheBlock)
+        except BaseException:
+            self.forget_handle(id)
+            raise
         # A pool's handle refers to no object, so the collector need not look at it.
         PyObject_GC_UnTrack(<void*>block)
         block.owner = <PyObject*>self
         block.index = id
-        self.handles[id] = <PyObject*>block
-        self.num_handles += 1
+        place[0] = <PyObject*>block
         return block
+
+    cdef void forget_handle(self, block_id_t id) noexcept:
+        cdef HandlePage* page = self.pages[id // PAGE_HANDLES]
+        page.handles[id % PAGE_HANDLES] = NULL
+        page.num_live -= 1
+        if page.num_live == 0:
+            self.pages[id // PAGE_HANDLES] = NULL
+            self.num_pages -= 1
+            PyMem_RawFree(page)
 
     cdef list handles_of(self, const block_id_t* ids, size_t count):
         cdef list result = []
@@ -484,6 +519,7 @@ cdef class BlockPool:
         cdef Py_buffer view
         cdef size_t count = batch.count
         cdef space_t space
+        self.check_batch_width(batch)
         found = empty(count, int64_dtype)
         space = registry.find_space(&self.core, group_id, batch.width)
         if space and count:
@@ -595,12 +631,8 @@ cdef class BlockPool:
         if self.enable_caching:
             removed = self.log_for(ids, count)
         free_queue.take_head_run(&self.core.queue, ids, count)
-        if removed is not None:
-            self.num_evicted_blocks += evict_logged(
-                &self.core, ids, count, removed, self.truthful_events
-            )
-        elif self.enable_caching:
-            self.num_evicted_blocks += evict_run(&self.core, ids, count)
+        if self.enable_caching:
+            self.num_evicted_blocks += self.evict_quietly(ids, count, removed)
         for i in range(count):
             self.core.blocks.states[ids[i]].ref_cnt = 1
         self.emit_removed(removed, compact)
@@ -731,24 +763,46 @@ cdef class BlockPool:
 
         Raises:
             ContractError: A block is already free, or is named more often than it is held;
-                nothing was changed in this pool.
+                nothing was changed.
         """
-        cdef list own = []
-        cdef dict others = {}
+        cdef dict by_pool = {}
         for block in ordered_blocks:
             if type(block) is not KVCacheBlock:
                 raise TypeError(f"expected a KVCacheBlock, not {type(block).__name__}")
-            if (<KVCacheBlock>block).owner == <PyObject*>self:
-                own.append(block)
-                continue
             pool = block.pool
             if pool is None:
                 raise ContractError(f"block {block.block_id} does not belong to a pool")
-            others.setdefault(pool, []).append(block)
-        if own:
-            self.release(self.buffer_of(own), self.enable_caching, False)
-        for pool, blocks_of_pool in others.items():
-            pool.free_blocks(blocks_of_pool)
+            by_pool.setdefault(pool, []).append(block)
+        if len(by_pool) == 1 and self in by_pool:
+            self.release(self.buffer_of(by_pool[self]), self.enable_caching, False)
+            return
+        self.release_in_turn(by_pool)
+
+    cdef int release_in_turn(self, dict by_pool) except -1:
+        # Pool after pool, this one first. When one refuses, the ones before it take back.
+        cdef list done = []
+        cdef BlockPool pool
+        cdef IdBuffer buffer
+        own = by_pool.pop(self, None)
+        try:
+            if own is not None:
+                buffer = self.buffer_of(own)
+                self.release(buffer, self.enable_caching, False)
+                done.append((self, buffer))
+            for other, blocks_of_other in by_pool.items():
+                if isinstance(other, BlockPool):
+                    pool = <BlockPool>other
+                    buffer = pool.buffer_of(blocks_of_other)
+                    pool.release(buffer, pool.enable_caching, False)
+                    done.append((pool, buffer))
+            for other, blocks_of_other in by_pool.items():
+                if not isinstance(other, BlockPool):
+                    other.free_blocks(blocks_of_other)
+        except BaseException:
+            for pool, buffer in reversed(done):
+                undo_release(&pool.core, buffer.ids, buffer.count)
+            raise
+        return 0
 
     def free_ids(self, ids):
         """As `free_blocks`, with an array of block ids."""
@@ -775,6 +829,8 @@ cdef class BlockPool:
         """
         cdef IdBuffer buffer = self.buffer_of(blocks)
         cdef size_t i
+        if not callable(on_reuse):
+            raise TypeError(f"on_reuse must be callable, not {type(on_reuse).__name__}")
         for i in range(buffer.count):
             if buffer.ids[i] == NULL_BLOCK:
                 raise ContractError("the null block cannot be unpinned")
@@ -867,6 +923,8 @@ cdef class BlockPool:
         cdef size_t count = 0
         if first >= last:
             return
+        if last > len(blocks):
+            raise ContractError(f"num_full_blocks is {last}; there are {len(blocks)} blocks")
         selected = blocks[first:last]
         if block_mask is not None and len(block_mask) != len(selected):
             raise ContractError(
@@ -934,6 +992,7 @@ cdef class BlockPool:
             except (MemoryError, ValueError):
                 drop_all(&self.core, ids, start)
                 raise
+            self.note_width(batch.width)
             self.register_step(ids + start, ends + start, batch, start, count, group, log)
             start += count
         if log is not None:
@@ -948,6 +1007,7 @@ cdef class BlockPool:
         cdef hash_t hashes[registry.PIPELINE]
         cdef const uint8_t* rows = batch.rows + first * batch.row_bytes
         cdef size_t start = 0, count, i
+        cdef bint is_new
         cdef Key key
         key.space = registry.find_space(&self.core, group, batch.width)
         while start < total:
@@ -967,10 +1027,14 @@ cdef class BlockPool:
                 if log is None:
                     self.register_one(ids[i], &key, hashes[i - start], <uint32_t>ends[i])
                 else:
-                    log.replacing(first + i)
-                    log.registered(first + i, self.register_one(
+                    if registry.has_primary(&self.core, ids[i]):
+                        log.replacing(first + i)
+                    is_new = self.register_one(
                         ids[i], &key, hashes[i - start], <uint32_t>ends[i]
-                    ))
+                    )
+                    self.parents.of_block[ids[i]] = log.parent_of.values[first + i]
+                    if self.truthful_events:
+                        log.registered(first + i, is_new)
             start += count
         return 0
 
@@ -1017,7 +1081,7 @@ cdef class BlockPool:
                 ``(first_block + i + 1) * block_size`` tokens.
             parent_hash: For events only: the digest before ``hashes[0]``, as bytes.
             token_ids: For events only: the n * block_size tokens of the blocks, an array or
-                a sequence of int.
+                a sequence of int. Copied, unless it is an array that is read-only.
             lora_id: For events only: the adapter's number.
             lora_name: For events only: the adapter's name.
             extra_keys: For events only: per block None or a tuple of what beside tokens went
@@ -1054,9 +1118,11 @@ cdef class BlockPool:
             )
             stored = source.stored(0, batch.count, parent_hash)
         self.register_full(batch.ids, ends.values, rows, group, size, source, stored)
-        if batch.count:
-            self.hash_width = rows.width
         self.after()
+
+    cdef void note_width(self, uint32_t width) noexcept:
+        if self.hash_width == 0:
+            self.hash_width = width
 
     cdef int check_batch_width(self, HashBatch rows) except -1:
         if self.hash_width and rows.count and rows.width != self.hash_width:
@@ -1185,7 +1251,6 @@ cdef class BlockPool:
         self.register_partial(
             id, block_hash, tokens, group, replace_existing_hashes, parent_hash, stored, True
         )
-        self.hash_width = <uint32_t>len(block_hash)
         self.after()
 
     cdef uint64_t check_boundary(self, object num_tokens) except? 0:
@@ -1238,6 +1303,7 @@ cdef class BlockPool:
         check_width(width)
         key.space = registry.reserve(&self.core, group, width, 1, 0 if drops else 1)
         self.reserve_parents()
+        self.note_width(width)
         if drops:
             removed = self.log_for(&id, 1)
             if removed is not None:
@@ -1324,9 +1390,12 @@ cdef class BlockPool:
         Raises:
             BlockIdError: An id is out of range; nothing was changed.
         """
-        ids = [self.check_id(id) for id in block_ids]
-        for id in ids:
-            self.evict(id)
+        cdef list ids = [self.check_id(id) for id in block_ids]
+        cdef IdBuffer buffer = make_buffer(len(ids))
+        cdef size_t i
+        for i in range(buffer.count):
+            buffer.ids[i] = ids[i]
+        self.evict_all(buffer.ids, buffer.count, False)
         self.after()
 
     def evict_ids(self, ids):
@@ -1337,22 +1406,28 @@ cdef class BlockPool:
         """
         cdef IdBatch batch = read_ids(ids, self.core.blocks.num_blocks)
         cdef unsigned long long before = self.num_evicted_blocks
-        cdef size_t i
-        cdef RemovedRun removed
-        if self.metrics_collector is None:
-            removed = self.log_for(batch.ids, batch.count)
-            if removed is None:
-                self.num_evicted_blocks += evict_run(&self.core, batch.ids, batch.count)
-            else:
-                self.num_evicted_blocks += evict_logged(
-                    &self.core, batch.ids, batch.count, removed, self.truthful_events
-                )
-                self.emit_removed(removed, True)
-        else:
-            for i in range(batch.count):
-                self.evict(batch.ids[i])
+        self.evict_all(batch.ids, batch.count, True)
         self.after()
         return self.num_evicted_blocks - before
+
+    cdef int evict_all(self, const block_id_t* ids, size_t count, bint compact) except -1:
+        cdef RemovedRun removed
+        cdef size_t i
+        if self.metrics_collector is not None:
+            for i in range(count):
+                self.evict(ids[i])
+            return 0
+        removed = self.log_for(ids, count)
+        self.num_evicted_blocks += self.evict_quietly(ids, count, removed)
+        return self.emit_removed(removed, compact)
+
+    cdef size_t evict_quietly(
+        self, const block_id_t* ids, size_t count, RemovedRun removed
+    ) noexcept:
+        # `removed` is from log_for(). Returns how many of the blocks the table knew.
+        if removed is None:
+            return evict_run(&self.core, ids, count)
+        return evict_logged(&self.core, ids, count, removed, self.truthful_events)
 
     def reset_prefix_cache(self):
         """Forget all keys, and give back the memory that they took.
@@ -1696,8 +1771,8 @@ cdef class BlockPool:
             memory.allocate(&run.span_array, count, sizeof(StoredSpan))
             memory.allocate(&rows, count, sizeof(SnapshotRow))
             memory.allocate(&index, <size_t>1 << (64 - shift), sizeof(uint32_t))
-            memory.allocate(&order, count, sizeof(uint32_t))
-            memory.allocate(&scratch, count, sizeof(uint32_t))
+            memory.allocate(&order, count, sizeof(uint64_t))
+            memory.allocate(&scratch, count, sizeof(uint64_t))
             memory.allocate(&sizes, len(run.spaces), sizeof(uint32_t))
             for i in range(1, core.num_spaces):
                 (<uint32_t*>sizes.data)[i] = self.group_block_sizes.get(core.spaces[i].group, 0)
@@ -1710,13 +1785,13 @@ cdef class BlockPool:
                 <SnapshotRow*>rows.data, count, <uint32_t*>index.data, shift, core.seed[0]
             )
             sort_by_tokens(
-                <SnapshotRow*>rows.data, count, <uint32_t*>order.data, <uint32_t*>scratch.data
+                <SnapshotRow*>rows.data, count, <uint64_t*>order.data, <uint64_t*>scratch.data
             )
             link_spans(
-                <SnapshotRow*>rows.data, count, <uint32_t*>order.data, <uint32_t*>sizes.data,
+                <SnapshotRow*>rows.data, count, <uint64_t*>order.data, <uint32_t*>sizes.data,
                 self.hash_block_size,
             )
-            write_spans(core, <SnapshotRow*>rows.data, count, <uint32_t*>order.data, run)
+            write_spans(core, <SnapshotRow*>rows.data, count, <uint64_t*>order.data, run)
         finally:
             memory.release(&rows)
             memory.release(&index)
@@ -1732,7 +1807,8 @@ cdef class BlockPool:
         """Bytes of all arrays, as asked of the allocator."""
         return (
             registry.nbytes(&self.core) + parents.nbytes(&self.parents)
-            + self.handles_array.nbytes
+            + self.pages_array.nbytes
+            + self.num_pages * sizeof(HandlePage)
         )
 
     def __sizeof__(self):
@@ -1764,10 +1840,12 @@ cdef class BlockPool:
 
     @property
     def ref_cnts(self):
-        """(num_gpu_blocks,) int32 array: holders of each block; of block 0 it means nothing."""
-        counts = self.states["ref_cnt"][:self.core.blocks.num_blocks].copy()
-        np.maximum(counts[1:], 0, out=counts[1:])
-        return counts
+        """(num_gpu_blocks,) int32, read-only view, zero-copy: holders of each block.
+
+        0 or below means free: while a block is in the free queue, the queue keeps a note in
+        the count. Of the null block it means nothing.
+        """
+        return self.states["ref_cnt"][:self.core.blocks.num_blocks]
 
     @property
     def key_num_tokens(self):

@@ -16,6 +16,7 @@ WHOLE. A lost batch uses up its sequence number, so consumers see a gap; the bat
 clears and stores all that is resident, so they need not act on it.
 """
 
+import contextlib
 import logging
 import os
 import threading
@@ -255,10 +256,9 @@ class EventPublisher:
         )
 
     def _wake(self) -> None:
-        try:
+        # A full pipe is full of wake-ups that the thread has not read yet.
+        with contextlib.suppress(BlockingIOError):
             os.write(self._wake_writer, b"\0")
-        except BlockingIOError:
-            pass  # Full of wake-ups that the thread has not read yet.
 
     # On the background thread.
 
