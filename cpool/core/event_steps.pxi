@@ -124,6 +124,14 @@ cdef class EventSource:
         # One event, or run, for rows start to stop, which follow one another.
         raise NotImplementedError
 
+    cdef EventDetail detail(self, object stored):
+        # What `stored`, which is about all rows, carries.
+        raise NotImplementedError
+
+    cdef size_t detail_row(self, size_t i) except? 0:
+        # Which of the detail's blocks row i is.
+        raise NotImplementedError
+
 
 cdef class RequestSource(EventSource):
     """Rows are blocks of a request, some passed over."""
@@ -140,6 +148,20 @@ cdef class RequestSource(EventSource):
             (positions[stop - start - 1] + 1) * self.size, self.size, self.group,
             [(position * self.size, (position + 1) * self.size) for position in positions],
         )
+
+    cdef EventDetail detail(self, object stored):
+        # `stored` is the event for all rows; a row's number counts from its first token.
+        cdef EventDetail detail = make_detail(stored.token_ids, self.size)
+        detail.lora_id = stored.lora_id
+        detail.lora_name = stored.lora_name
+        detail.session_id = stored.session_id
+        for i, keys in enumerate(stored.extra_keys or ()):
+            if keys is not None:
+                detail.extra_keys[self.detail_row(i)] = keys
+        return detail
+
+    cdef size_t detail_row(self, size_t i) except? 0:
+        return self.positions[i] - self.first
 
     cdef object stored_range(self, object first, object last):
         # As vLLM: one event for blocks first to last, whichever of them are registered.
@@ -186,6 +208,21 @@ cdef class BatchSource(EventSource):
                 self.description or {}, extra_keys=list(self.extra_keys[start:stop])
             )
         return run
+
+
+    cdef EventDetail detail(self, object stored):
+        cdef StoredRun run = stored
+        cdef EventDetail detail = make_detail(run.token_ids, self.size)
+        detail.lora_id = self.description["lora_id"]
+        detail.lora_name = self.description["lora_name"]
+        detail.session_id = self.description["session_id"]
+        for i, keys in enumerate(self.extra_keys or ()):
+            if keys is not None:
+                detail.extra_keys[i] = keys
+        return detail
+
+    cdef size_t detail_row(self, size_t i) except? 0:
+        return i
 
 
 cdef object copy_tokens(object token_ids, object start, object stop):
@@ -299,3 +336,29 @@ cdef uint64_t low_bits(object digest) except? 0:
     return parents.from_digest(
         <const uint8_t*>PyBytes_AS_STRING(digest), PyBytes_GET_SIZE(digest)
     )
+
+
+cdef class EventDetail:
+    """What the events of one registration carried beside hashes; kept for snapshots."""
+
+    cdef int describe(self, object event, size_t row) except -1:
+        # `event` is about one block of the registration.
+        size = self.size
+        event.token_ids = self.token_ids[row * size:(row + 1) * size].tolist()
+        event.lora_id = self.lora_id
+        event.lora_name = self.lora_name
+        event.session_id = self.session_id
+        event.extra_keys = [self.extra_keys.get(row)]
+        return 0
+
+
+cdef EventDetail make_detail(object token_ids, object size):
+    cdef EventDetail detail = EventDetail.__new__(EventDetail)
+    detail.token_ids = np.asarray(token_ids)
+    if detail.token_ids.dtype.kind not in "iu":
+        detail.token_ids = detail.token_ids.astype(np.int32)
+    if detail.token_ids.dtype.itemsize > 4 and not isinstance(token_ids, np.ndarray):
+        detail.token_ids = detail.token_ids.astype(np.int32)
+    detail.size = size
+    detail.extra_keys = {}
+    return detail

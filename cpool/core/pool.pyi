@@ -105,6 +105,7 @@ class BlockPool:
     metrics_collector: Any
     kv_event_queue: list[Any]
     truthful_events: bool
+    detailed_snapshots: bool
     event_groups: dict[int, tuple[str | None, int | None]]
     event_locality: str | None
     event_ownership: str | None
@@ -119,6 +120,7 @@ class BlockPool:
         medium: str = "GPU",
         *,
         truthful_events: bool = False,
+        detailed_snapshots: bool = False,
     ) -> None: ...
     # vLLM's names and decisions; blocks are handles.
     @property

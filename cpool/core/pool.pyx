@@ -126,6 +126,9 @@ cdef class BlockPool:
         truthful_events: Whether a consumer of the events that keeps a set of (group, hash)
             holds exactly the pool's keys after each batch. Off, the events are those of
             vLLM, whose consumers forget keys that are still resident, among other things.
+        detailed_snapshots: Whether snapshots carry token ids, LoRA, extra keys and session, as
+            the events did. With events on that keeps the tokens of every resident block in
+            memory, four bytes each as a rule, and one small object a block.
 
     Raises:
         ContractError: A size is not an integer in its range.
@@ -152,6 +155,7 @@ cdef class BlockPool:
         medium="GPU",
         *,
         truthful_events=False,
+        detailed_snapshots=False,
     ):
         if self.core.blocks.num_blocks:
             raise ContractError("a pool cannot be initialised twice")
@@ -167,6 +171,7 @@ cdef class BlockPool:
         self.metrics_collector = metrics_collector
         self.medium = medium
         self.truthful_events = truthful_events
+        self.detailed_snapshots = detailed_snapshots
         self.event_groups = {}
         self.group_block_sizes = {}
         self.kv_event_queue = []
@@ -353,7 +358,7 @@ cdef class BlockPool:
             registry.drop_primary(&self.core, id)
         registry.write_primary(&self.core, id, &wanted, flags, tokens)
         note_parent(&self.core, &self.parents, id, False, 0)
-        return 0
+        return self.note_detail(id, False, None, 0)
 
     cdef int assign_primary_tokens(self, block_id_t id, object num_tokens) except -1:
         if id >= self.core.blocks.num_blocks or not registry.has_primary(&self.core, id):
@@ -418,6 +423,7 @@ cdef class BlockPool:
             &self.core, id, &wanted, registry.hash_of(&self.core, &wanted), flags, tokens
         )
         note_parent(&self.core, &self.parents, id, as_extra, 0)
+        self.note_detail(id, as_extra, None, 0)
         if self.core.table.num_used != num_keys:
             self.emit_arrival(key)
         return 0
@@ -958,6 +964,7 @@ cdef class BlockPool:
             source.scale = scale
             source.digests = digests
             source.positions = positions
+            source.first = positions[0] if self.truthful_events and count else first
             if not self.truthful_events:
                 stored = source.stored_range(first, last)
             elif count:
@@ -977,6 +984,8 @@ cdef class BlockPool:
         cdef RegistrationLog log = None
         if source is not None:
             log = self.start_log(ids, ends, batch, group, size, source)
+            if self.detailed_snapshots and stored is not None:
+                log.detail = source.detail(stored)
         if batch.count > STEP and not any_has_keys(&self.core, ids, batch.count):
             step = STEP
         while start < batch.count:
@@ -1035,6 +1044,10 @@ cdef class BlockPool:
                     self.parents.of_block[ids[i]] = log.parent_of.values[first + i]
                     if self.truthful_events:
                         log.registered(first + i, is_new)
+                    if self.detailed_snapshots:
+                        self.note_detail(
+                            ids[i], False, log.detail, log.source.detail_row(first + i)
+                        )
             start += count
         return 0
 
@@ -1184,7 +1197,7 @@ cdef class BlockPool:
         digest = hashes[boundary - 1]
         if not isinstance(digest, bytes):
             raise TypeError(f"a block hash must be bytes, not {type(digest).__name__}")
-        stored = parent = None
+        stored = parent = detail = None
         if self.enable_kv_cache_events and (
             replace_existing_hashes or not self.holds(id, digest, group)
         ):
@@ -1193,6 +1206,8 @@ cdef class BlockPool:
             start = (tokens - 1) // size * size
             parent = hashes[start // self.hash_block_size - 1] if start else None
             named = parent
+            if self.detailed_snapshots:
+                detail = self.request_detail(request, start, tokens)
             if not self.truthful_events:
                 named = hashes[boundary - 2] if boundary > 1 else None
                 start = tokens - self.hash_block_size
@@ -1202,7 +1217,7 @@ cdef class BlockPool:
             )
             self.group_block_sizes[group] = size
         self.register_partial(
-            id, digest, tokens, group, replace_existing_hashes, parent, stored, False
+            id, digest, tokens, group, replace_existing_hashes, parent, stored, detail, False
         )
         self.after()
         return make_key(
@@ -1243,13 +1258,16 @@ cdef class BlockPool:
             )
         if id == NULL_BLOCK:
             return
-        stored = None
+        stored = detail = None
         if self.enable_kv_cache_events and (
             replace_existing_hashes or not self.holds(id, block_hash, group)
         ):
             stored = self.partial_run(block_hash, parent_hash, token_ids, group)
+            if self.detailed_snapshots and token_ids is not None:
+                detail = make_detail(copy_tokens(token_ids, 0, None), len(token_ids))
         self.register_partial(
-            id, block_hash, tokens, group, replace_existing_hashes, parent_hash, stored, True
+            id, block_hash, tokens, group, replace_existing_hashes, parent_hash, stored, detail,
+            True,
         )
         self.after()
 
@@ -1281,7 +1299,7 @@ cdef class BlockPool:
 
     cdef int register_partial(
         self, block_id_t id, bytes digest, uint64_t tokens, uint32_t group, bint replace,
-        object parent, object stored, bint compact,
+        object parent, object stored, EventDetail detail, bint compact,
     ) except -1:
         # `parent` is the digest before the block, `stored` the event or run, or None.
         cdef Key key
@@ -1315,6 +1333,7 @@ cdef class BlockPool:
             &self.core, id, &key, registry.hash_of(&self.core, &key), 0, <uint32_t>tokens
         )
         note_parent(&self.core, &self.parents, id, as_extra, noted)
+        self.note_detail(id, as_extra, detail, 0)
         self.emit_removed(removed, compact)
         if stored is None:
             return 0
@@ -1354,17 +1373,23 @@ cdef class BlockPool:
                 registry.drop_primary(&self.core, source)
             else:
                 parent = parents.of(&self.parents, source, NO_RECORD)
+                kept = self.detail_of(registry.primary(source))
                 registry.move_key(&self.core, registry.primary(source), target, digest)
                 note_parent(&self.core, &self.parents, target, False, parent)
+                if kept is not None:
+                    self.note_detail(target, False, kept[0], kept[1])
         holder.block = source
         while True:
             holder.extra = reverse_index.first(&self.core.index, source)
             if holder.extra == NO_RECORD:
                 break
             parent = parents.of(&self.parents, source, holder.extra)
+            kept = self.detail_of(holder)
             as_extra = registry.has_primary(&self.core, target)
             registry.move_key(&self.core, holder, target, digest)
             note_parent(&self.core, &self.parents, target, as_extra, parent)
+            if kept is not None:
+                self.note_detail(target, as_extra, kept[0], kept[1])
         self.after()
         return 0
 
@@ -1471,6 +1496,8 @@ cdef class BlockPool:
             )
         registry.drop_key_storage(&self.core)
         parents.release(&self.parents)
+        self.details = None
+        self.extra_details = None
         self.hash_width = 0
         return 0
 
@@ -1735,7 +1762,8 @@ cdef class BlockPool:
         again changes nothing. Batches are those that `take_events` or `take_event_runs`
         handed out, empty ones not counted, from 0.
 
-        Takes time in proportion to the pool. Token ids are not part of a snapshot.
+        Takes time in proportion to the pool. Token ids, LoRA, extra keys and session are part
+        of a snapshot only with ``detailed_snapshots``; otherwise those fields are empty.
 
         Returns:
             `EventSnapshot` with ``events`` and ``sequence``.
@@ -1747,12 +1775,60 @@ cdef class BlockPool:
             raise ValueError("a pool knows the parents of blocks only with events on")
         return EventSnapshot(self.take_snapshot(), self.num_event_batches)
 
+    cdef EventDetail request_detail(self, object request, object start, object end):
+        cdef EventDetail detail = make_detail(request.all_token_ids[start:end], end - start)
+        types = self.types_of_events()
+        mm_index = 0
+        if start and getattr(request, "mm_features", None):
+            mm_index = types.first_mm_index(request, start, end)
+        keys, _ = types.block_extra_keys(request, start, end, mm_index)
+        if keys is not None:
+            detail.extra_keys[0] = types.event_extra_keys([keys])[0]
+        lora = request.lora_request
+        detail.lora_id = lora.adapter_id if lora else None
+        detail.lora_name = lora.name if lora else None
+        detail.session_id = getattr(request, "session_id", None)
+        return detail
+
+    cdef record_id_t last_extra(self, block_id_t id) noexcept:
+        cdef record_id_t extra = NO_RECORD
+        cdef record_id_t next = reverse_index.first(&self.core.index, id)
+        while next != NO_RECORD:
+            extra = next
+            next = reverse_index.extra(&self.core.index, extra).next
+        return extra
+
+    cdef int note_detail(
+        self, block_id_t id, bint as_extra, EventDetail detail, size_t row
+    ) except -1:
+        # Of the registration that the block got last, as an extra key or as its primary one.
+        if not self.detailed_snapshots or not self.enable_kv_cache_events:
+            return 0
+        if self.details is None:
+            self.details = [None] * self.core.blocks.num_blocks
+            self.extra_details = {}
+        kept = None if detail is None else (detail, row)
+        if as_extra:
+            self.extra_details[self.last_extra(id)] = kept
+        else:
+            self.details[id] = kept
+        return 0
+
+    cdef object detail_of(self, Holder holder):
+        if self.details is None:
+            return None
+        if holder.extra == NO_RECORD:
+            return self.details[holder.block]
+        return self.extra_details.get(holder.extra)
+
     cdef SnapshotRun take_snapshot(self):
         cdef SnapshotRun run = SnapshotRun.__new__(SnapshotRun)
         cdef Core* core = &self.core
         cdef size_t count = core.table.num_used
         cdef Array rows, index, order, scratch, sizes
+        cdef Holder holder
         cdef uint32_t i
+        cdef size_t row
         cdef int shift = 63
         run.medium = self.medium
         run.stride = core.blocks.stride
@@ -1789,9 +1865,15 @@ cdef class BlockPool:
             )
             link_spans(
                 <SnapshotRow*>rows.data, count, <uint64_t*>order.data, <uint32_t*>sizes.data,
-                self.hash_block_size,
+                self.hash_block_size, self.details is None,
             )
             write_spans(core, <SnapshotRow*>rows.data, count, <uint64_t*>order.data, run)
+            if self.details is not None:
+                run.details = [None] * count
+                for row in range(count):
+                    holder.block = (<SnapshotRow*>rows.data)[row].block
+                    holder.extra = (<SnapshotRow*>rows.data)[row].extra
+                    run.details[(<SnapshotRow*>rows.data)[row].place] = self.detail_of(holder)
         finally:
             memory.release(&rows)
             memory.release(&index)

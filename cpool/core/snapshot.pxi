@@ -71,6 +71,9 @@ cdef class SnapshotRun(EventRun):
             )
             for name, value in self.descriptions[group].items():
                 setattr(event, name, value)
+            if self.details is not None and self.details[span.start] is not None:
+                detail, block = self.details[span.start]
+                (<EventDetail>detail).describe(event, block)
             events.append(event)
         return events
 
@@ -84,7 +87,7 @@ cdef class SnapshotRun(EventRun):
         cdef list frames = []
         cdef bytes before, behind
         from cpool.events import types, wire
-        if legacy_array:
+        if legacy_array or self.details is not None:
             return EventRun.encode_run(self, True)
         as_int = types.uses_int_hashes()
         for group, _ in self.spaces:
@@ -249,9 +252,9 @@ cdef void sort_by_tokens(
 
 cdef void link_spans(
     SnapshotRow* rows, size_t count, const uint64_t* order, const uint32_t* sizes,
-    uint32_t smallest,
+    uint32_t smallest, bint chained,
 ) noexcept:
-    # sizes[space]: tokens in a block, 0 when unknown.
+    # sizes[space]: tokens in a block, 0 when unknown. Not `chained`: one row a span.
     cdef size_t i
     cdef SnapshotRow* row
     cdef SnapshotRow* before
@@ -266,7 +269,7 @@ cdef void link_spans(
             continue
         before = &rows[row.parent]
         row.block_size = row.num_tokens - before.num_tokens
-        if before.next == NO_RECORD and before.block_size == row.block_size:
+        if chained and before.next == NO_RECORD and before.block_size == row.block_size:
             before.next = <uint32_t>order[i]
             row.continues = True
 
