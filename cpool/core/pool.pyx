@@ -1889,8 +1889,7 @@ cdef class BlockPool:
         """Bytes of all arrays, as asked of the allocator."""
         return (
             registry.nbytes(&self.core) + parents.nbytes(&self.parents)
-            + self.pages_array.nbytes
-            + self.num_pages * sizeof(HandlePage)
+            + self.pages_array.nbytes + self.num_pages * sizeof(HandlePage)
         )
 
     def __sizeof__(self):
