@@ -209,7 +209,6 @@ cdef class BatchSource(EventSource):
             )
         return run
 
-
     cdef EventDetail detail(self, object stored):
         cdef StoredRun run = stored
         cdef EventDetail detail = make_detail(run.token_ids, self.size)
@@ -345,6 +344,8 @@ cdef class EventDetail:
         # `event` is about one block of the registration.
         size = self.size
         event.token_ids = self.token_ids[row * size:(row + 1) * size].tolist()
+        if event.token_ids:
+            event.block_size = size
         event.lora_id = self.lora_id
         event.lora_name = self.lora_name
         event.session_id = self.session_id

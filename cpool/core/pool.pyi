@@ -110,6 +110,7 @@ class BlockPool:
     event_locality: str | None
     event_ownership: str | None
     num_event_batches: int
+    reports_inserted_keys: bool
     def __init__(
         self,
         num_gpu_blocks: int,

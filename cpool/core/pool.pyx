@@ -141,6 +141,9 @@ cdef class BlockPool:
     # What events say about where the blocks are; None is left out.
     event_locality = None
     event_ownership = None
+    # Whether the truthful stream tells of keys that come through `_insert_block_hash`. False in
+    # a subclass whose callers report those themselves.
+    reports_inserted_keys = True
 
     def __cinit__(self, *args, **kwargs):
         self._reuse_watchers = {}
@@ -1672,6 +1675,8 @@ cdef class BlockPool:
         # A key that was registered by itself, without its request.
         if not self.enable_kv_cache_events or not self.truthful_events:
             return 0
+        if not self.reports_inserted_keys:
+            return 0
         types = self.types_of_events()
         width = len(key) - 4
         group = int.from_bytes(key[width:], "big")
@@ -1781,9 +1786,9 @@ cdef class BlockPool:
         mm_index = 0
         if start and getattr(request, "mm_features", None):
             mm_index = types.first_mm_index(request, start, end)
-        keys, _ = types.block_extra_keys(request, start, end, mm_index)
-        if keys is not None:
-            detail.extra_keys[0] = types.event_extra_keys([keys])[0]
+        extra, _ = types.block_extra_keys(request, start, end, mm_index)
+        if extra is not None:
+            detail.extra_keys[0] = types.event_extra_keys([extra])[0]
         lora = request.lora_request
         detail.lora_id = lora.adapter_id if lora else None
         detail.lora_name = lora.name if lora else None
