@@ -110,14 +110,12 @@ cdef class RemovedRun(EventRun):
         return written(&writer)
 
 
-cdef RemovedRun make_removed_run(object fields, size_t count, uint32_t stride):
-    # With room for `count` keys of up to `stride` bytes.
-    cdef RemovedRun run = RemovedRun.__new__(RemovedRun)
-    run.fields = fields
+cdef int reserve_removed(RemovedRun run, size_t count, uint32_t stride) except -1:
+    # Room for `count` keys of up to `stride` bytes.
     run.row_bytes = sizeof(RemovedKey) + stride
     memory.allocate(&run.array, count, run.row_bytes)
     run.rows = run.array.data
-    return run
+    return 0
 
 
 cdef class StoredRun(EventRun):

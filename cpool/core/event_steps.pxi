@@ -260,8 +260,10 @@ cdef class RegistrationLog:
     cdef int reserve_removals(self) except -1:
         # A block that is named twice is replaced by this very batch.
         self.space = registry.find_space(&self.pool.core, self.source.group, self.rows.width)
-        self.removed = make_removed_run(
-            self.pool.place_fields(),
+        self.removed = RemovedRun.__new__(RemovedRun)
+        self.removed.fields = self.pool.place_fields()
+        reserve_removed(
+            self.removed,
             count_replaced(&self.pool.core, self.ids, self.rows.count) + self.rows.count,
             self.pool.core.blocks.stride,
         )

@@ -249,6 +249,10 @@ cdef class BlockPool:
         self, const block_id_t* ids, const uint64_t* ends, HashBatch batch, uint32_t group,
         uint64_t size, EventSource source, object stored,
     ) except -1
+    cdef int register_steps(
+        self, const block_id_t* ids, const uint64_t* ends, HashBatch batch, uint32_t group,
+        size_t step, RegistrationLog log,
+    ) except -1
     cdef int register_step(
         self, const block_id_t* ids, const uint64_t* ends, HashBatch batch, size_t first,
         size_t total, uint32_t group, RegistrationLog log,
@@ -304,3 +308,5 @@ cdef class BlockPool:
     cdef object detail_of(self, Holder holder)
     cdef record_id_t last_extra(self, block_id_t id) noexcept
     cdef SnapshotRun take_snapshot(self)
+    cdef dict settings(self)
+    cdef int load_arrays(self, dict settings, dict arrays) except -1

@@ -14,14 +14,15 @@ from cpool.core cimport (
     blocks, check, free_queue, keys, memory, msgpack, parents, registry, reverse_index,
     shared_keys, table,
 )
-from cpool.core.keys cimport Key, Space
+from cpool.core.keys cimport Key, Space, MAX_SPACES
 from cpool.core.memory cimport Array, prefetch, prefetch_write
 from cpool.core.msgpack cimport Writer
 from cpool.core.parents cimport Parents
 from cpool.core.registry cimport Core, Holder
 from cpool.core.types cimport (
-    BlockState, block_id_t, hash_t, int32_t, int64_t, record_id_t, ref_t, space_t, uint8_t, uint32_t,
-    uint64_t, INDEX_MASK, LOOSE_FLAG, MAX_BLOCKS, MAX_HASH_BYTES, MAX_NUM_TOKENS, NO_RECORD,
+    BlockState, block_id_t, hash_t, int32_t, int64_t, record_id_t, ref_t, space_t, uint8_t,
+    uint16_t, uint32_t, uint64_t, INDEX_MASK, LOOSE_FLAG, MAX_BLOCKS, MAX_HASH_BYTES,
+    MAX_NUM_TOKENS, NO_RECORD,
     NO_TOKENS_FLAG, NOT_QUEUED, SHARED, SHARED_FLAG, SPACE_MASK,
 )
 from cpython.buffer cimport (
@@ -41,12 +42,19 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from cpool.core.contract import BlockIdError, ContractError, EventSnapshot, Registration
+from cpool.core import saving
+from cpool.core.contract import (
+    BlockIdError, ContractError, EventSnapshot, Registration, SavedPoolError,
+)
 from cpool.core.standalone import BlockHashToBlockMap, FreeKVCacheBlockQueue
 
 cdef extern from *:
     bint CPOOL_DEBUG
     void PyObject_GC_UnTrack(void* object)
+    # Objects made between a check and its commit could start the garbage collector, and then
+    # the __del__ of anything could call the pool. So there it is off.
+    int PyGC_Disable()
+    int PyGC_Enable()
 
 cdef enum:
     NULL_BLOCK = 0
@@ -67,6 +75,7 @@ include "event_steps.pxi"
 include "snapshot.pxi"
 include "handles.pxi"
 include "views.pxi"
+include "save.pxi"
 
 
 cdef void* new_array(object array, Py_buffer* view) except NULL:
@@ -184,6 +193,7 @@ cdef class BlockPool:
     def __dealloc__(self):
         cdef uint32_t i, j
         cdef HandlePage* page
+        cdef bint collects = PyGC_Disable()
         for i in range(self.num_page_slots()):
             page = self.pages[i]
             if page == NULL:
@@ -192,6 +202,8 @@ cdef class BlockPool:
                 if page.handles[j] != NULL:
                     (<KVCacheBlock>page.handles[j]).detach()
             PyMem_RawFree(page)
+        if collects:
+            PyGC_Enable()
         memory.release(&self.pages_array)
         parents.release(&self.parents)
         registry.release(&self.core)
@@ -236,6 +248,10 @@ cdef class BlockPool:
         except BaseException:
             self.forget_handle(id)
             raise
+        if place[0] != NULL:
+            # The garbage collector ran, and a __del__ asked for the same block.
+            page.num_live -= 1
+            return <KVCacheBlock>place[0]
         # A pool's handle refers to no object, so the collector need not look at it.
         PyObject_GC_UnTrack(<void*>block)
         block.owner = <PyObject*>self
@@ -384,6 +400,8 @@ cdef class BlockPool:
         cdef uint64_t num_keys
         if not self.core.blocks.keys[id].space & LOOSE_FLAG:
             return 0
+        if id == NULL_BLOCK:
+            raise ContractError("the null block is never registered")
         key = registry.key_of(&self.core, registry.primary(id))
         space = self.core.spaces[key.space]
         registry.reserve(&self.core, space.group, space.width, 1, 0)
@@ -531,7 +549,7 @@ cdef class BlockPool:
         self.check_batch_width(batch)
         found = empty(count, int64_dtype)
         space = registry.find_space(&self.core, group_id, batch.width)
-        if space and count:
+        if space and count and self.core.table.cells != NULL:
             count = registry.find_batch(
                 &self.core, batch.rows, batch.row_bytes, count, space, multiple_of, prefix,
                 <int64_t*>new_array(found, &view),
@@ -627,19 +645,34 @@ cdef class BlockPool:
         # Takes the first `count` blocks out of the queue into `ids`.
         cdef size_t i
         cdef RemovedRun removed = None
-        head_run(&self.core, ids, count)
+        cdef bint collects
+        # A collection between check and commit could run a __del__ that changes the queue.
         if self.is_observed():
-            blocks_taken = self.handles_of(ids, count)
-            free_queue.take_head_run(&self.core.queue, ids, count)
+            collects = PyGC_Disable()
+            try:
+                self.check_available(count)
+                head_run(&self.core, ids, count)
+                blocks_taken = self.handles_of(ids, count)
+                free_queue.take_head_run(&self.core.queue, ids, count)
+            finally:
+                if collects:
+                    PyGC_Enable()
             try:
                 self.announce_allocation(blocks_taken, ids, count)
             except BaseException:
                 put_back(&self.core, ids, count)
                 raise
             return 0
-        if self.enable_caching:
-            removed = self.log_for(ids, count)
-        free_queue.take_head_run(&self.core.queue, ids, count)
+        collects = self.enable_kv_cache_events and PyGC_Disable()
+        try:
+            self.check_available(count)
+            head_run(&self.core, ids, count)
+            if self.enable_caching:
+                removed = self.log_for(ids, count)
+            free_queue.take_head_run(&self.core.queue, ids, count)
+        finally:
+            if collects:
+                PyGC_Enable()
         if self.enable_caching:
             self.num_evicted_blocks += self.evict_quietly(ids, count, removed)
         for i in range(count):
@@ -698,6 +731,8 @@ cdef class BlockPool:
         """
         cdef int64_t count = read_count(num_blocks, "num_blocks", 0, (1 << 62))
         cdef IdBuffer buffer
+        cdef list result
+        cdef int64_t i
         self.check_available(count)
         if count == 0:
             return []
@@ -705,6 +740,9 @@ cdef class BlockPool:
         head_run(&self.core, buffer.ids, count)
         result = self.handles_of(buffer.ids, count)
         self.allocate(buffer.ids, count, False)
+        # The same blocks, unless making their handles ran a __del__ that changed the queue.
+        for i in range(count):
+            result[i] = self.handle(buffer.ids[i])
         self.after()
         return result
 
@@ -738,15 +776,19 @@ cdef class BlockPool:
     def touch_ids(self, ids):
         """As `touch`, with an array of block ids."""
         cdef IdBatch batch = read_ids(ids, self.core.blocks.num_blocks)
+        if self.metrics_collector is not None:
+            copy_ids(batch)
         self.touch_run(batch.ids, batch.count)
 
     cdef int touch_run(self, const block_id_t* ids, size_t count) except -1:
+        # With a collector the caller's array was copied: what it calls may write to it.
         cdef size_t i
         check_touch(&self.core, ids, count)
         if self.metrics_collector is None:
             commit_touch(&self.core, ids, count)
         else:
             for i in range(count):
+                check_touch(&self.core, ids + i, 1)
                 commit_touch(&self.core, ids + i, 1)
                 self.metrics_collector.on_block_accessed(self.handle(ids[i]))
         self.after()
@@ -983,14 +1025,31 @@ cdef class BlockPool:
         # With events on `source` describes the rows and `stored` is the event for all of them.
         # Memory is reserved for the worst case: every key is already another block's. For a
         # large batch that is much, so it goes step by step where steps can be undone.
-        cdef size_t step = batch.count, start = 0, count
+        cdef size_t step = batch.count
         cdef RegistrationLog log = None
+        cdef bint collects
         if source is not None:
             log = self.start_log(ids, ends, batch, group, size, source)
             if self.detailed_snapshots and stored is not None:
                 log.detail = source.detail(stored)
         if batch.count > STEP and not any_has_keys(&self.core, ids, batch.count):
             step = STEP
+        # The log makes objects while blocks are registered; a collection could run a __del__.
+        collects = log is not None and PyGC_Disable()
+        try:
+            self.register_steps(ids, ends, batch, group, step, log)
+        finally:
+            if collects:
+                PyGC_Enable()
+        if log is not None:
+            log.finish(stored)
+        return 0
+
+    cdef int register_steps(
+        self, const block_id_t* ids, const uint64_t* ends, HashBatch batch, uint32_t group,
+        size_t step, RegistrationLog log,
+    ) except -1:
+        cdef size_t start = 0, count
         while start < batch.count:
             count = min(step, batch.count - start)
             try:
@@ -1007,8 +1066,6 @@ cdef class BlockPool:
             self.note_width(batch.width)
             self.register_step(ids + start, ends + start, batch, start, count, group, log)
             start += count
-        if log is not None:
-            log.finish(stored)
         return 0
 
     cdef int register_step(
@@ -1434,6 +1491,8 @@ cdef class BlockPool:
         """
         cdef IdBatch batch = read_ids(ids, self.core.blocks.num_blocks)
         cdef unsigned long long before = self.num_evicted_blocks
+        if self.metrics_collector is not None:
+            copy_ids(batch)
         self.evict_all(batch.ids, batch.count, True)
         self.after()
         return self.num_evicted_blocks - before
@@ -1628,12 +1687,15 @@ cdef class BlockPool:
         return 0
 
     cdef RemovedRun log_for(self, const block_id_t* ids, size_t count):
-        # Room for all keys of the blocks; None when no event will be due.
-        cdef size_t num_keys
+        # Room for all keys of the blocks; None when no event will be due. Nothing that could
+        # run other code stands between the count and what the caller does next.
+        cdef RemovedRun run
         if not self.enable_kv_cache_events or self.core.blocks.keys == NULL:
             return None
-        num_keys = count_keys(&self.core, ids, count)
-        return make_removed_run(self.place_fields(), num_keys, self.core.blocks.stride)
+        run = RemovedRun.__new__(RemovedRun)
+        run.fields = self.place_fields()
+        reserve_removed(run, count_keys(&self.core, ids, count), self.core.blocks.stride)
+        return run
 
     cdef bint is_resident(self, object digest, uint32_t group) except -1:
         # Whether a key is in the table; None is not.
@@ -1701,7 +1763,9 @@ cdef class BlockPool:
             return 0
         if registry.flagged_space(&self.core, holder) & LOOSE_FLAG:
             return 0
-        removed = make_removed_run(self.place_fields(), 1, self.core.blocks.stride)
+        removed = RemovedRun.__new__(RemovedRun)
+        removed.fields = self.place_fields()
+        reserve_removed(removed, 1, self.core.blocks.stride)
         log_key(&self.core, holder, removed, True)
         return self.emit_removed(removed, False)
 
@@ -1886,6 +1950,112 @@ cdef class BlockPool:
             memory.release(&scratch)
             memory.release(&sizes)
         return run
+
+    # Save and load ------------------------------------------------------------------------
+
+    def save(self, path):
+        """Write the whole state to a file, under a temporary name that is then renamed.
+
+        Held blocks stay held in the file: blocks, keys, counts and the order of eviction are
+        all in it. Not in it are the metrics collector, events that nobody took yet,
+        attributes of the instance, and the table's random words, which each pool draws.
+
+        Args:
+            path: The file; an old one is replaced when the new one is complete.
+
+        Raises:
+            ContractError: Blocks wait for their ``on_reuse`` callback, which no file can
+                hold, or counts were written from outside; nothing was written.
+            OSError: The file cannot be written; an old one is as it was.
+        """
+        if self._reuse_watchers:
+            raise ContractError(
+                f"{len(self._reuse_watchers)} blocks have an on_reuse callback, "
+                "which cannot be saved"
+            )
+        refuse_unsavable(&self.core)
+        arrays = arrays_of(&self.core)
+        arrays["queue"] = self.free_queue_ids()
+        arrays["ref_cnts"] = np.ascontiguousarray(self.ref_cnts)
+        saving.write(path, self.settings(), arrays)
+
+    cdef dict settings(self):
+        return {
+            "num_gpu_blocks": int(self.num_gpu_blocks),
+            "hash_block_size": self.hash_block_size,
+            "enable_caching": bool(self.enable_caching),
+            "enable_kv_cache_events": bool(self.enable_kv_cache_events),
+            "medium": str(self.medium),
+            "hash_width": self.hash_width,
+            "num_evicted_blocks": self.num_evicted_blocks,
+        }
+
+    @classmethod
+    def load(cls, path, metrics_collector=None):
+        """A pool in the state that `save` wrote: look-ups, counts, order of eviction.
+
+        Args:
+            path: The file.
+            metrics_collector: As in the constructor.
+
+        Raises:
+            SavedPoolError: The file is no saved pool, is damaged, or is of a version that
+                this one cannot read; the message says which. No pool was built.
+            OSError: The file cannot be read.
+        """
+        settings, arrays = saving.read(path)
+        try:
+            pool = cls(
+                num_gpu_blocks=settings["num_gpu_blocks"],
+                enable_caching=settings["enable_caching"],
+                hash_block_size=settings["hash_block_size"],
+                enable_kv_cache_events=settings["enable_kv_cache_events"],
+                metrics_collector=metrics_collector,
+                medium=settings["medium"],
+            )
+        except ContractError as error:
+            raise SavedPoolError(f"{path}: {error}") from error
+        try:
+            (<BlockPool>pool).load_arrays(settings, arrays)
+        except SavedPoolError as error:
+            raise SavedPoolError(f"{path}: {error}") from None
+        return pool
+
+    cdef int load_arrays(self, dict settings, dict arrays) except -1:
+        # The arrays are ours, with the dtypes of save.pxi; their values are checked here.
+        cdef Py_buffer view
+        cdef size_t count = len(arrays["registrations"])
+        cdef size_t num_copies = len(arrays["copies"])
+        cdef size_t num_spaces = len(arrays["spaces"])
+        cdef size_t width = arrays["digests"].shape[1]
+        cdef IdBuffer extras = make_buffer(count)
+        is_copy = np.zeros(count, np.uint8)
+        cdef void* ref_cnts = new_array(arrays["ref_cnts"], &view)
+        cdef void* queue = new_array(arrays["queue"], &view)
+        cdef void* spaces = new_array(arrays["spaces"], &view)
+        cdef void* registrations = new_array(arrays["registrations"], &view)
+        cdef void* digests = new_array(arrays["digests"], &view)
+        cdef void* copies = new_array(arrays["copies"], &view)
+        cdef void* marks = new_array(is_copy, &view)
+        if len(arrays["ref_cnts"]) != self.core.blocks.num_blocks:
+            raise SavedPoolError(
+                f"{len(arrays['ref_cnts'])} counts for {self.core.blocks.num_blocks} blocks"
+            )
+        if len(arrays["digests"]) != count or count == 0 and num_spaces:
+            raise SavedPoolError(
+                f"{len(arrays['digests'])} digests in {num_spaces} spaces for {count} keys"
+            )
+        load_queue(&self.core, <const int32_t*>ref_cnts, <const block_id_t*>queue,
+                   len(arrays["queue"]))
+        load_spaces(&self.core, <const SavedSpace*>spaces, num_spaces, width)
+        load_keys(
+            &self.core, <const SavedRegistration*>registrations, count, <const uint8_t*>digests,
+            width, <const uint32_t*>copies, num_copies, extras.ids, <uint8_t*>marks,
+        )
+        self.hash_width = settings["hash_width"]
+        self.num_evicted_blocks = settings["num_evicted_blocks"]
+        self.after()
+        return 0
 
     # What the pool holds ------------------------------------------------------------------
 

@@ -148,8 +148,8 @@ class EventPublisher:
         # Both ends of a deque may be used from two threads without a lock.
         self._queue: deque[tuple[int, float, list[Any]]] = deque()
         self._buffer = _ReplayBuffer(buffer_steps, buffer_bytes)
-        # What was taken before nobody here has seen.
-        self._needs_snapshot = pool.num_event_batches > 0
+        # What the pool holds already, no subscriber of ours was told.
+        self._needs_snapshot = pool.num_event_batches > 0 or pool.num_cached_keys > 0
         self._next_to_send = pool.num_event_batches
         self._is_in_gap = False
         self._is_closing = False
