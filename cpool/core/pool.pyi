@@ -109,10 +109,12 @@ class BlockPool:
     metrics_collector: Any
     kv_event_queue: list[Any]
     truthful_events: bool
+    detailed_snapshots: bool
     event_groups: dict[int, tuple[str | None, int | None]]
     event_locality: str | None
     event_ownership: str | None
     num_event_batches: int
+    reports_inserted_keys: bool
     def __init__(
         self,
         num_gpu_blocks: int,
@@ -123,6 +125,7 @@ class BlockPool:
         medium: str = "GPU",
         *,
         truthful_events: bool = False,
+        detailed_snapshots: bool = False,
     ) -> None: ...
     # vLLM's names and decisions; blocks are handles.
     @property

@@ -135,6 +135,9 @@ cdef class BlockPool:
         truthful_events: Whether a consumer of the events that keeps a set of (group, hash)
             holds exactly the pool's keys after each batch. Off, the events are those of
             vLLM, whose consumers forget keys that are still resident, among other things.
+        detailed_snapshots: Whether snapshots carry token ids, LoRA, extra keys and session, as
+            the events did. With events on that keeps the tokens of every resident block in
+            memory, four bytes each as a rule, and one small object a block.
 
     Raises:
         ContractError: A size is not an integer in its range.
@@ -147,6 +150,9 @@ cdef class BlockPool:
     # What events say about where the blocks are; None is left out.
     event_locality = None
     event_ownership = None
+    # Whether the truthful stream tells of keys that come through `_insert_block_hash`. False in
+    # a subclass whose callers report those themselves.
+    reports_inserted_keys = True
 
     def __cinit__(self, *args, **kwargs):
         self._reuse_watchers = {}
@@ -161,6 +167,7 @@ cdef class BlockPool:
         medium="GPU",
         *,
         truthful_events=False,
+        detailed_snapshots=False,
     ):
         if self.core.blocks.num_blocks:
             raise ContractError("a pool cannot be initialised twice")
@@ -176,6 +183,7 @@ cdef class BlockPool:
         self.metrics_collector = metrics_collector
         self.medium = medium
         self.truthful_events = truthful_events
+        self.detailed_snapshots = detailed_snapshots
         self.event_groups = {}
         self.group_block_sizes = {}
         self.kv_event_queue = []
@@ -369,7 +377,7 @@ cdef class BlockPool:
             registry.drop_primary(&self.core, id)
         registry.write_primary(&self.core, id, &wanted, flags, tokens)
         note_parent(&self.core, &self.parents, id, False, 0)
-        return 0
+        return self.note_detail(id, False, None, 0)
 
     cdef int assign_primary_tokens(self, block_id_t id, object num_tokens) except -1:
         if id >= self.core.blocks.num_blocks or not registry.has_primary(&self.core, id):
@@ -436,6 +444,7 @@ cdef class BlockPool:
             &self.core, id, &wanted, registry.hash_of(&self.core, &wanted), flags, tokens
         )
         note_parent(&self.core, &self.parents, id, as_extra, 0)
+        self.note_detail(id, as_extra, None, 0)
         if self.core.table.num_used != num_keys:
             self.emit_arrival(key)
         return 0
@@ -664,12 +673,8 @@ cdef class BlockPool:
         finally:
             if collects:
                 PyGC_Enable()
-        if removed is not None:
-            self.num_evicted_blocks += evict_logged(
-                &self.core, ids, count, removed, self.truthful_events
-            )
-        elif self.enable_caching:
-            self.num_evicted_blocks += evict_run(&self.core, ids, count)
+        if self.enable_caching:
+            self.num_evicted_blocks += self.evict_quietly(ids, count, removed)
         for i in range(count):
             self.core.blocks.states[ids[i]].ref_cnt = 1
         self.emit_removed(removed, compact)
@@ -1004,6 +1009,7 @@ cdef class BlockPool:
             source.scale = scale
             source.digests = digests
             source.positions = positions
+            source.first = positions[0] if self.truthful_events and count else first
             if not self.truthful_events:
                 stored = source.stored_range(first, last)
             elif count:
@@ -1019,12 +1025,31 @@ cdef class BlockPool:
         # With events on `source` describes the rows and `stored` is the event for all of them.
         # Memory is reserved for the worst case: every key is already another block's. For a
         # large batch that is much, so it goes step by step where steps can be undone.
-        cdef size_t step = batch.count, start = 0, count
+        cdef size_t step = batch.count
         cdef RegistrationLog log = None
+        cdef bint collects
         if source is not None:
             log = self.start_log(ids, ends, batch, group, size, source)
+            if self.detailed_snapshots and stored is not None:
+                log.detail = source.detail(stored)
         if batch.count > STEP and not any_has_keys(&self.core, ids, batch.count):
             step = STEP
+        # The log makes objects while blocks are registered; a collection could run a __del__.
+        collects = log is not None and PyGC_Disable()
+        try:
+            self.register_steps(ids, ends, batch, group, step, log)
+        finally:
+            if collects:
+                PyGC_Enable()
+        if log is not None:
+            log.finish(stored)
+        return 0
+
+    cdef int register_steps(
+        self, const block_id_t* ids, const uint64_t* ends, HashBatch batch, uint32_t group,
+        size_t step, RegistrationLog log,
+    ) except -1:
+        cdef size_t start = 0, count
         while start < batch.count:
             count = min(step, batch.count - start)
             try:
@@ -1041,8 +1066,6 @@ cdef class BlockPool:
             self.note_width(batch.width)
             self.register_step(ids + start, ends + start, batch, start, count, group, log)
             start += count
-        if log is not None:
-            log.finish(stored)
         return 0
 
     cdef int register_step(
@@ -1053,6 +1076,7 @@ cdef class BlockPool:
         cdef hash_t hashes[registry.PIPELINE]
         cdef const uint8_t* rows = batch.rows + first * batch.row_bytes
         cdef size_t start = 0, count, i
+        cdef bint is_new
         cdef Key key
         key.space = registry.find_space(&self.core, group, batch.width)
         while start < total:
@@ -1072,10 +1096,18 @@ cdef class BlockPool:
                 if log is None:
                     self.register_one(ids[i], &key, hashes[i - start], <uint32_t>ends[i])
                 else:
-                    log.replacing(first + i)
-                    log.registered(first + i, self.register_one(
+                    if registry.has_primary(&self.core, ids[i]):
+                        log.replacing(first + i)
+                    is_new = self.register_one(
                         ids[i], &key, hashes[i - start], <uint32_t>ends[i]
-                    ))
+                    )
+                    self.parents.of_block[ids[i]] = log.parent_of.values[first + i]
+                    if self.truthful_events:
+                        log.registered(first + i, is_new)
+                    if self.detailed_snapshots:
+                        self.note_detail(
+                            ids[i], False, log.detail, log.source.detail_row(first + i)
+                        )
             start += count
         return 0
 
@@ -1122,7 +1154,7 @@ cdef class BlockPool:
                 ``(first_block + i + 1) * block_size`` tokens.
             parent_hash: For events only: the digest before ``hashes[0]``, as bytes.
             token_ids: For events only: the n * block_size tokens of the blocks, an array or
-                a sequence of int.
+                a sequence of int. Copied, unless it is an array that is read-only.
             lora_id: For events only: the adapter's number.
             lora_name: For events only: the adapter's name.
             extra_keys: For events only: per block None or a tuple of what beside tokens went
@@ -1225,7 +1257,7 @@ cdef class BlockPool:
         digest = hashes[boundary - 1]
         if not isinstance(digest, bytes):
             raise TypeError(f"a block hash must be bytes, not {type(digest).__name__}")
-        stored = parent = None
+        stored = parent = detail = None
         if self.enable_kv_cache_events and (
             replace_existing_hashes or not self.holds(id, digest, group)
         ):
@@ -1234,6 +1266,8 @@ cdef class BlockPool:
             start = (tokens - 1) // size * size
             parent = hashes[start // self.hash_block_size - 1] if start else None
             named = parent
+            if self.detailed_snapshots:
+                detail = self.request_detail(request, start, tokens)
             if not self.truthful_events:
                 named = hashes[boundary - 2] if boundary > 1 else None
                 start = tokens - self.hash_block_size
@@ -1243,7 +1277,7 @@ cdef class BlockPool:
             )
             self.group_block_sizes[group] = size
         self.register_partial(
-            id, digest, tokens, group, replace_existing_hashes, parent, stored, False
+            id, digest, tokens, group, replace_existing_hashes, parent, stored, detail, False
         )
         self.after()
         return make_key(
@@ -1284,13 +1318,16 @@ cdef class BlockPool:
             )
         if id == NULL_BLOCK:
             return
-        stored = None
+        stored = detail = None
         if self.enable_kv_cache_events and (
             replace_existing_hashes or not self.holds(id, block_hash, group)
         ):
             stored = self.partial_run(block_hash, parent_hash, token_ids, group)
+            if self.detailed_snapshots and token_ids is not None:
+                detail = make_detail(copy_tokens(token_ids, 0, None), len(token_ids))
         self.register_partial(
-            id, block_hash, tokens, group, replace_existing_hashes, parent_hash, stored, True
+            id, block_hash, tokens, group, replace_existing_hashes, parent_hash, stored, detail,
+            True,
         )
         self.after()
 
@@ -1322,7 +1359,7 @@ cdef class BlockPool:
 
     cdef int register_partial(
         self, block_id_t id, bytes digest, uint64_t tokens, uint32_t group, bint replace,
-        object parent, object stored, bint compact,
+        object parent, object stored, EventDetail detail, bint compact,
     ) except -1:
         # `parent` is the digest before the block, `stored` the event or run, or None.
         cdef Key key
@@ -1343,8 +1380,8 @@ cdef class BlockPool:
         key.digest = <const uint8_t*>PyBytes_AS_STRING(digest)
         check_width(width)
         key.space = registry.reserve(&self.core, group, width, 1, 0 if drops else 1)
-        self.note_width(width)
         self.reserve_parents()
+        self.note_width(width)
         if drops:
             removed = self.log_for(&id, 1)
             if removed is not None:
@@ -1356,6 +1393,7 @@ cdef class BlockPool:
             &self.core, id, &key, registry.hash_of(&self.core, &key), 0, <uint32_t>tokens
         )
         note_parent(&self.core, &self.parents, id, as_extra, noted)
+        self.note_detail(id, as_extra, detail, 0)
         self.emit_removed(removed, compact)
         if stored is None:
             return 0
@@ -1395,17 +1433,23 @@ cdef class BlockPool:
                 registry.drop_primary(&self.core, source)
             else:
                 parent = parents.of(&self.parents, source, NO_RECORD)
+                kept = self.detail_of(registry.primary(source))
                 registry.move_key(&self.core, registry.primary(source), target, digest)
                 note_parent(&self.core, &self.parents, target, False, parent)
+                if kept is not None:
+                    self.note_detail(target, False, kept[0], kept[1])
         holder.block = source
         while True:
             holder.extra = reverse_index.first(&self.core.index, source)
             if holder.extra == NO_RECORD:
                 break
             parent = parents.of(&self.parents, source, holder.extra)
+            kept = self.detail_of(holder)
             as_extra = registry.has_primary(&self.core, target)
             registry.move_key(&self.core, holder, target, digest)
             note_parent(&self.core, &self.parents, target, as_extra, parent)
+            if kept is not None:
+                self.note_detail(target, as_extra, kept[0], kept[1])
         self.after()
         return 0
 
@@ -1431,9 +1475,12 @@ cdef class BlockPool:
         Raises:
             BlockIdError: An id is out of range; nothing was changed.
         """
-        ids = [self.check_id(id) for id in block_ids]
-        for id in ids:
-            self.evict(id)
+        cdef list ids = [self.check_id(id) for id in block_ids]
+        cdef IdBuffer buffer = make_buffer(len(ids))
+        cdef size_t i
+        for i in range(buffer.count):
+            buffer.ids[i] = ids[i]
+        self.evict_all(buffer.ids, buffer.count, False)
         self.after()
 
     def evict_ids(self, ids):
@@ -1444,23 +1491,30 @@ cdef class BlockPool:
         """
         cdef IdBatch batch = read_ids(ids, self.core.blocks.num_blocks)
         cdef unsigned long long before = self.num_evicted_blocks
-        cdef size_t i
-        cdef RemovedRun removed
-        if self.metrics_collector is None:
-            removed = self.log_for(batch.ids, batch.count)
-            if removed is None:
-                self.num_evicted_blocks += evict_run(&self.core, batch.ids, batch.count)
-            else:
-                self.num_evicted_blocks += evict_logged(
-                    &self.core, batch.ids, batch.count, removed, self.truthful_events
-                )
-                self.emit_removed(removed, True)
-        else:
+        if self.metrics_collector is not None:
             copy_ids(batch)
-            for i in range(batch.count):
-                self.evict(batch.ids[i])
+        self.evict_all(batch.ids, batch.count, True)
         self.after()
         return self.num_evicted_blocks - before
+
+    cdef int evict_all(self, const block_id_t* ids, size_t count, bint compact) except -1:
+        cdef RemovedRun removed
+        cdef size_t i
+        if self.metrics_collector is not None:
+            for i in range(count):
+                self.evict(ids[i])
+            return 0
+        removed = self.log_for(ids, count)
+        self.num_evicted_blocks += self.evict_quietly(ids, count, removed)
+        return self.emit_removed(removed, compact)
+
+    cdef size_t evict_quietly(
+        self, const block_id_t* ids, size_t count, RemovedRun removed
+    ) noexcept:
+        # `removed` is from log_for(). Returns how many of the blocks the table knew.
+        if removed is None:
+            return evict_run(&self.core, ids, count)
+        return evict_logged(&self.core, ids, count, removed, self.truthful_events)
 
     def reset_prefix_cache(self):
         """Forget all keys, and give back the memory that they took.
@@ -1504,6 +1558,8 @@ cdef class BlockPool:
             )
         registry.drop_key_storage(&self.core)
         parents.release(&self.parents)
+        self.details = None
+        self.extra_details = None
         self.hash_width = 0
         return 0
 
@@ -1631,12 +1687,15 @@ cdef class BlockPool:
         return 0
 
     cdef RemovedRun log_for(self, const block_id_t* ids, size_t count):
-        # Room for all keys of the blocks; None when no event will be due.
-        cdef size_t num_keys
+        # Room for all keys of the blocks; None when no event will be due. Nothing that could
+        # run other code stands between the count and what the caller does next.
+        cdef RemovedRun run
         if not self.enable_kv_cache_events or self.core.blocks.keys == NULL:
             return None
-        num_keys = count_keys(&self.core, ids, count)
-        return make_removed_run(self.place_fields(), num_keys, self.core.blocks.stride)
+        run = RemovedRun.__new__(RemovedRun)
+        run.fields = self.place_fields()
+        reserve_removed(run, count_keys(&self.core, ids, count), self.core.blocks.stride)
+        return run
 
     cdef bint is_resident(self, object digest, uint32_t group) except -1:
         # Whether a key is in the table; None is not.
@@ -1678,6 +1737,8 @@ cdef class BlockPool:
         # A key that was registered by itself, without its request.
         if not self.enable_kv_cache_events or not self.truthful_events:
             return 0
+        if not self.reports_inserted_keys:
+            return 0
         types = self.types_of_events()
         width = len(key) - 4
         group = int.from_bytes(key[width:], "big")
@@ -1702,7 +1763,9 @@ cdef class BlockPool:
             return 0
         if registry.flagged_space(&self.core, holder) & LOOSE_FLAG:
             return 0
-        removed = make_removed_run(self.place_fields(), 1, self.core.blocks.stride)
+        removed = RemovedRun.__new__(RemovedRun)
+        removed.fields = self.place_fields()
+        reserve_removed(removed, 1, self.core.blocks.stride)
         log_key(&self.core, holder, removed, True)
         return self.emit_removed(removed, False)
 
@@ -1768,7 +1831,8 @@ cdef class BlockPool:
         again changes nothing. Batches are those that `take_events` or `take_event_runs`
         handed out, empty ones not counted, from 0.
 
-        Takes time in proportion to the pool. Token ids are not part of a snapshot.
+        Takes time in proportion to the pool. Token ids, LoRA, extra keys and session are part
+        of a snapshot only with ``detailed_snapshots``; otherwise those fields are empty.
 
         Returns:
             `EventSnapshot` with ``events`` and ``sequence``.
@@ -1780,12 +1844,60 @@ cdef class BlockPool:
             raise ValueError("a pool knows the parents of blocks only with events on")
         return EventSnapshot(self.take_snapshot(), self.num_event_batches)
 
+    cdef EventDetail request_detail(self, object request, object start, object end):
+        cdef EventDetail detail = make_detail(request.all_token_ids[start:end], end - start)
+        types = self.types_of_events()
+        mm_index = 0
+        if start and getattr(request, "mm_features", None):
+            mm_index = types.first_mm_index(request, start, end)
+        extra, _ = types.block_extra_keys(request, start, end, mm_index)
+        if extra is not None:
+            detail.extra_keys[0] = types.event_extra_keys([extra])[0]
+        lora = request.lora_request
+        detail.lora_id = lora.adapter_id if lora else None
+        detail.lora_name = lora.name if lora else None
+        detail.session_id = getattr(request, "session_id", None)
+        return detail
+
+    cdef record_id_t last_extra(self, block_id_t id) noexcept:
+        cdef record_id_t extra = NO_RECORD
+        cdef record_id_t next = reverse_index.first(&self.core.index, id)
+        while next != NO_RECORD:
+            extra = next
+            next = reverse_index.extra(&self.core.index, extra).next
+        return extra
+
+    cdef int note_detail(
+        self, block_id_t id, bint as_extra, EventDetail detail, size_t row
+    ) except -1:
+        # Of the registration that the block got last, as an extra key or as its primary one.
+        if not self.detailed_snapshots or not self.enable_kv_cache_events:
+            return 0
+        if self.details is None:
+            self.details = [None] * self.core.blocks.num_blocks
+            self.extra_details = {}
+        kept = None if detail is None else (detail, row)
+        if as_extra:
+            self.extra_details[self.last_extra(id)] = kept
+        else:
+            self.details[id] = kept
+        return 0
+
+    cdef object detail_of(self, Holder holder):
+        if self.details is None:
+            return None
+        if holder.extra == NO_RECORD:
+            return self.details[holder.block]
+        return self.extra_details.get(holder.extra)
+
     cdef SnapshotRun take_snapshot(self):
         cdef SnapshotRun run = SnapshotRun.__new__(SnapshotRun)
         cdef Core* core = &self.core
         cdef size_t count = core.table.num_used
         cdef Array rows, index, order, scratch, sizes
+        cdef Holder holder
         cdef uint32_t i
+        cdef size_t row
         cdef int shift = 63
         run.medium = self.medium
         run.stride = core.blocks.stride
@@ -1804,8 +1916,8 @@ cdef class BlockPool:
             memory.allocate(&run.span_array, count, sizeof(StoredSpan))
             memory.allocate(&rows, count, sizeof(SnapshotRow))
             memory.allocate(&index, <size_t>1 << (64 - shift), sizeof(uint32_t))
-            memory.allocate(&order, count, sizeof(uint32_t))
-            memory.allocate(&scratch, count, sizeof(uint32_t))
+            memory.allocate(&order, count, sizeof(uint64_t))
+            memory.allocate(&scratch, count, sizeof(uint64_t))
             memory.allocate(&sizes, len(run.spaces), sizeof(uint32_t))
             for i in range(1, core.num_spaces):
                 (<uint32_t*>sizes.data)[i] = self.group_block_sizes.get(core.spaces[i].group, 0)
@@ -1818,13 +1930,19 @@ cdef class BlockPool:
                 <SnapshotRow*>rows.data, count, <uint32_t*>index.data, shift, core.seed[0]
             )
             sort_by_tokens(
-                <SnapshotRow*>rows.data, count, <uint32_t*>order.data, <uint32_t*>scratch.data
+                <SnapshotRow*>rows.data, count, <uint64_t*>order.data, <uint64_t*>scratch.data
             )
             link_spans(
-                <SnapshotRow*>rows.data, count, <uint32_t*>order.data, <uint32_t*>sizes.data,
-                self.hash_block_size,
+                <SnapshotRow*>rows.data, count, <uint64_t*>order.data, <uint32_t*>sizes.data,
+                self.hash_block_size, self.details is None,
             )
-            write_spans(core, <SnapshotRow*>rows.data, count, <uint32_t*>order.data, run)
+            write_spans(core, <SnapshotRow*>rows.data, count, <uint64_t*>order.data, run)
+            if self.details is not None:
+                run.details = [None] * count
+                for row in range(count):
+                    holder.block = (<SnapshotRow*>rows.data)[row].block
+                    holder.extra = (<SnapshotRow*>rows.data)[row].extra
+                    run.details[(<SnapshotRow*>rows.data)[row].place] = self.detail_of(holder)
         finally:
             memory.release(&rows)
             memory.release(&index)
