@@ -15,7 +15,6 @@ from collections import deque
 
 import numpy as np
 
-from profiling.interfaces import BLOCK_SIZE
 
 REQUEST_BLOCKS = 64
 PREFIX_BLOCKS = 6_250  # 100,000 tokens in blocks of 16
@@ -133,9 +132,7 @@ def require_equal(got, wanted, what):
 
 
 def in_requests(sequence):
-    return [
-        sequence[i : i + REQUEST_BLOCKS] for i in range(0, len(sequence), REQUEST_BLOCKS)
-    ]
+    return [sequence[i : i + REQUEST_BLOCKS] for i in range(0, len(sequence), REQUEST_BLOCKS)]
 
 
 def concatenated_ids(session, batches):
@@ -209,9 +206,7 @@ def find_sequential(session):
 def find_known(session, ids):
     arguments = [session.api.find_arguments(rows) for rows in in_requests(session.rows[ids])]
     found = yield session.api.find, arguments
-    require_equal(
-        np.concatenate([session.api.found_ids(batch) for batch in found]), ids, "look-up"
-    )
+    require_equal(np.concatenate([session.api.found_ids(batch) for batch in found]), ids, "look-up")
     return ids
 
 
@@ -225,9 +220,7 @@ def free_sample(session):
     before = session.api.pool.get_num_free_blocks()
     ids = concatenated_ids(session, session.taken)
     yield session.api.free, [(blocks,) for blocks in session.taken]
-    require(
-        session.api.pool.get_num_free_blocks() == before + len(ids), "blocks were not freed"
-    )
+    require(session.api.pool.get_num_free_blocks() == before + len(ids), "blocks were not freed")
     return ids
 
 

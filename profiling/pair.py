@@ -38,9 +38,7 @@ class Driver:
     def receive(self):
         line = self.process.stdout.readline()
         if not line:
-            raise WorkerFailed(
-                f"the worker of {self.implementation} is gone; see {self.log.name}"
-            )
+            raise WorkerFailed(f"the worker of {self.implementation} is gone; see {self.log.name}")
         answer = json.loads(line)
         if "error" in answer:
             raise WorkerFailed(f"{self.implementation}: {answer['error']}")

@@ -65,9 +65,7 @@ def take_turns(drivers, name):
 def summary(samples):
     """Median, quartiles and all samples, in ns a block."""
     ordered = sorted(samples)
-    low, _, high = (
-        statistics.quantiles(ordered, n=4) if len(ordered) > 1 else (ordered[0],) * 3
-    )
+    low, _, high = statistics.quantiles(ordered, n=4) if len(ordered) > 1 else (ordered[0],) * 3
     return {
         "median_ns": statistics.median(ordered),
         "low_ns": low,
