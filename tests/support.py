@@ -159,7 +159,8 @@ def dump(pool: Any) -> dict[str, Any]:
         "free_queue": pool.free_queue_ids().tolist(),
         "num_free": pool.get_num_free_blocks(),
         "usage": pool.get_usage(),
-        "ref_cnts": pool.ref_cnts.tolist(),
+        # Of a free block the count holds a note of the queue's, 0 or below.
+        "ref_cnts": pool.ref_cnts[:1].tolist() + pool.ref_cnts[1:].clip(0).tolist(),
         "primary": [pool.blocks[i].block_hash for i in ids],
         "num_tokens": [pool.blocks[i].block_hash_num_tokens for i in ids],
         "extra": {i: set(k) for i, k in pool.cached_block_hashes_by_block.items() if k},

@@ -184,6 +184,13 @@ def test_keys_of_many_strings(algorithm, count):
         assert hash_tokens([1, 2], 2, algorithm, extra_keys=[keys]) == expected
 
 
+def test_keys_with_more_memo_entries_than_a_byte_counts(algorithm):
+    keys = tuple(chr(0x100 + i) for i in range(270))
+    keys += keys[-3:]
+    expected = reference([1, 2], 2, algorithm, default_root(algorithm), [keys])
+    assert hash_tokens([1, 2], 2, algorithm, extra_keys=[keys]) == expected
+
+
 @pytest.mark.parametrize("depth", [1, 7, 8, 9, 10, 50])
 def test_keys_of_nested_tuples(algorithm, depth):
     keys = "innermost"

@@ -230,6 +230,16 @@ def test_a_buffer_outlives_its_sequence():
     assert [bytes(row) for row in rows] == expected[1::2]
 
 
+def test_a_later_shorter_buffer_does_not_uncover_an_earlier_one():
+    hashes = make(40)
+    earlier, expected = np.asarray(hashes), hashes[:]
+    hashes.truncate(20)
+    later = np.asarray(hashes)
+    hashes.append_tokens([0] * 20)
+    assert [bytes(row) for row in earlier] == expected
+    assert [bytes(row) for row in later] == expected[:5]
+
+
 def test_rows_behind_an_open_buffer_are_written_in_place():
     hashes = make(40)
     hashes.append_tokens(range(SIZE))  # makes room ahead

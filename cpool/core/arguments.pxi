@@ -3,11 +3,6 @@
 
 cdef class IdBatch:
     """Block ids as uint32, checked against the pool's size."""
-    cdef Py_buffer view
-    cdef bint has_view
-    cdef object kept
-    cdef const block_id_t* ids
-    cdef size_t count
 
     def __cinit__(self):
         self.has_view = False
@@ -35,7 +30,6 @@ cdef IdBuffer make_buffer(size_t count):
 
 cdef class TokenBuffer:
     """Room for token counts."""
-    cdef uint64_t* values
 
     def __cinit__(self, size_t count):
         self.values = <uint64_t*>PyMem_Malloc((count + 1) * sizeof(uint64_t))
@@ -51,7 +45,7 @@ cdef IdBatch read_ids(object ids, uint32_t num_blocks):
     cdef IdBuffer strided
     cdef size_t i
     if not PyObject_CheckBuffer(ids):
-        ids = ids_as_array(ids)
+        ids = ids_as_array(ids, num_blocks)
     PyObject_GetBuffer(ids, &batch.view, PyBUF_STRIDED_RO | PyBUF_FORMAT)
     batch.has_view = True
     if batch.view.ndim != 1:
@@ -88,7 +82,7 @@ cdef IdBatch read_ids(object ids, uint32_t num_blocks):
     return batch
 
 
-cdef object ids_as_array(object ids):
+cdef object ids_as_array(object ids, uint32_t num_blocks):
     if isinstance(ids, (str, dict)):
         raise TypeError(f"block ids must be integers, not {type(ids).__name__}")
     if not isinstance(ids, (list, tuple)):
@@ -99,7 +93,10 @@ cdef object ids_as_array(object ids):
                 f"block ids must be integers: {id!r} at position {i} is a {type(id).__name__}"
             )
         if not -(1 << 63) <= id < 1 << 63:
-            raise BlockIdError(f"block id {id} at position {i} is out of range")
+            raise BlockIdError(
+                f"block id {id} at position {i} is out of range: "
+                f"the pool has {num_blocks} blocks"
+            )
     return np.array(ids, dtype=np.int64)
 
 

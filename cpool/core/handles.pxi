@@ -57,11 +57,8 @@ cdef class KVCacheBlock:
         self.owner = NULL
 
     def __dealloc__(self):
-        cdef BlockPool pool
         if self.owner != NULL:
-            pool = <BlockPool>self.owner
-            pool.handles[self.index] = NULL
-            pool.num_handles -= 1
+            (<BlockPool>self.owner).forget_handle(self.index)
 
     cdef object state(self):
         if self.own is None:

@@ -306,6 +306,31 @@ cdef inline void prefetch_holder(const Core* core, ref_t ref) noexcept:
         prefetch(shared_keys.key(&core.shared, index))
 
 
+cdef inline bint covers_multiple(const Core* core, Holder holder, uint32_t tokens) noexcept:
+    return (flagged_space(core, holder) & NO_TOKENS_FLAG) == 0 and (
+        num_tokens_of(core, holder) % tokens == 0
+    )
+
+
+cdef inline bint find_covering(
+    const Core* core, ref_t ref, uint32_t tokens, Holder* holder
+) noexcept:
+    # The first holder, from `holder` on, that covers a multiple of that many tokens.
+    cdef record_id_t id
+    cdef const Member* member
+    if (ref & ~<ref_t>INDEX_MASK) != <ref_t>SHARED:
+        return covers_multiple(core, holder[0], tokens)
+    id = shared_keys.key(&core.shared, ref & INDEX_MASK).first
+    while id != NO_RECORD:
+        member = shared_keys.member(&core.shared, id)
+        holder.block = member.block
+        holder.extra = member.extra
+        if covers_multiple(core, holder[0], tokens):
+            return True
+        id = member.next
+    return False
+
+
 cdef inline size_t find_batch(
     const Core* core, const uint8_t* digests, size_t row_bytes, size_t count, space_t space,
     uint32_t multiple_of, bint stop_at_miss, int64_t* found,
@@ -335,7 +360,9 @@ cdef inline size_t find_batch(
             found[start + i] = -1
             while table.holds(&core.table, place, hashes[i]):
                 if names(core, <ref_t>core.table.cells[place], &key, &holder):
-                    if multiple_of == 0 or covers_multiple(core, holder, multiple_of):
+                    if multiple_of == 0 or find_covering(
+                        core, <ref_t>core.table.cells[place], multiple_of, &holder
+                    ):
                         found[start + i] = holder.block
                     break
                 place = table.following(&core.table, place)
@@ -343,12 +370,6 @@ cdef inline size_t find_batch(
                 return start + i
         start += width
     return count
-
-
-cdef inline bint covers_multiple(const Core* core, Holder holder, uint32_t tokens) noexcept:
-    return (flagged_space(core, holder) & NO_TOKENS_FLAG) == 0 and (
-        num_tokens_of(core, holder) % tokens == 0
-    )
 
 
 # Changes ----------------------------------------------------------------------------------

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+
+pytest.importorskip("vllm", reason="needs a vLLM: tests/vllm/run --own-tests")
+
+# Lists each name in a loaded module of vLLM that is still bound to something of stock's that
+# was replaced. The pool module's own blocks are the exception, on purpose.
+REMAINING = """
+import sys
+def remaining(stock):
+    ids = {id(value) for value in stock}
+    return sorted(
+        f"{module_name}.{name}"
+        for module_name, module in list(sys.modules.items())
+        if module_name.startswith("vllm") and isinstance(vars(module), dict)
+        for name, value in list(vars(module).items())
+        if id(value) in ids
+        and (module_name, name) != ("vllm.v1.core.block_pool", "KVCacheBlock")
+    )
+"""
+POOL_USERS = """
+import vllm.v1.core.kv_cache_coordinator, vllm.v1.core.single_type_kv_cache_manager
+import vllm.v1.hisparse.block_pool, vllm.v1.hisparse.coordinator
+import vllm.v1.simple_kv_offload.manager, vllm.v1.core.sched.scheduler
+import vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.coordinator
+"""
+PROOF = (
+    REMAINING
+    + """
+import cpool, cpool.vllm
+assert cpool.vllm.is_installed()
+done = cpool.vllm.installation()
+assert remaining([stock for stock, ours in done.replacements]) == []
+from vllm.v1.core import kv_cache_coordinator, single_type_kv_cache_manager
+from vllm.v1.hisparse.block_pool import SharedEventQueueBlockPool
+assert issubclass(kv_cache_coordinator.BlockPool, cpool.BlockPool)
+assert issubclass(SharedEventQueueBlockPool, cpool.BlockPool)
+assert single_type_kv_cache_manager.SharedEventQueueBlockPool is SharedEventQueueBlockPool
+owner = SharedEventQueueBlockPool(8, True, 16, event_owner=kv_cache_coordinator.BlockPool(8, True, 16))
+assert owner.get_new_blocks(1)[0].pool is owner
+manager = single_type_kv_cache_manager.FullAttentionManager
+assert manager.find_longest_cache_hit.__func__.__module__ == "cpool.vllm.managers"
+"""
+)
+
+
+def test_a_plugin_called_before_vllm_imports_its_pool_reaches_every_module(in_fresh_process):
+    in_fresh_process("import cpool.vllm; cpool.vllm.plugin()" + POOL_USERS + PROOF)
+
+
+def test_a_plugin_called_after_every_import_reaches_every_module(in_fresh_process):
+    in_fresh_process(POOL_USERS + "import cpool.vllm; cpool.vllm.plugin()" + PROOF)
+
+
+def test_a_plugin_called_in_the_order_of_an_engine_core_reaches_every_module(in_fresh_process):
+    # The pool, its utilities and the managers are there already, the coordinator isn't.
+    in_fresh_process(
+        "import vllm.v1.core.single_type_kv_cache_manager; import cpool.vllm; cpool.vllm.plugin()"
+        + POOL_USERS
+        + PROOF
+    )
+
+
+def test_the_plugin_may_be_called_again_and_install_after_it(in_fresh_process):
+    in_fresh_process(
+        "import cpool.vllm; cpool.vllm.plugin(); cpool.vllm.plugin()"
+        + POOL_USERS
+        + "cpool.vllm.plugin(); assert cpool.vllm.install()"
+        + PROOF
+    )
+
+
+def test_the_plugin_alone_imports_nothing_of_vllm(in_fresh_process):
+    in_fresh_process(
+        "import sys, cpool.vllm; cpool.vllm.plugin()\n"
+        "assert not [name for name in sys.modules if name.partition('.')[0] == 'vllm']\n"
+        "assert not cpool.vllm.is_installed()"
+    )
+
+
+@pytest.mark.parametrize("imports_before", [POOL_USERS, ""])
+def test_uninstall_leaves_vllm_as_it_was(in_fresh_process, imports_before):
+    in_fresh_process(
+        imports_before
+        + "import cpool, cpool.vllm; cpool.vllm.install()"
+        + POOL_USERS
+        + "done = cpool.vllm.installation()\n"
+        + "vllm.v1.core.kv_cache_coordinator.BlockPool(8, True, 16)\n"
+        + "manager = vllm.v1.core.single_type_kv_cache_manager.FullAttentionManager\n"
+        + "assert manager.find_longest_cache_hit.__func__.__module__ != manager.__module__\n"
+        + "cpool.vllm.uninstall()\n"
+        + REMAINING
+        + """
+assert not cpool.vllm.is_installed() and cpool.vllm.installation() is None
+assert manager.find_longest_cache_hit.__func__.__module__ == manager.__module__
+assert remaining([ours for stock, ours in done.replacements]) == []
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.single_type_kv_cache_manager import SharedEventQueueBlockPool
+assert issubclass(SharedEventQueueBlockPool, BlockPool)
+assert not issubclass(BlockPool, cpool.BlockPool)
+pool = BlockPool(8, True, 16)
+assert isinstance(pool.get_new_blocks(1)[0], KVCacheBlock)
+"""
+    )
+
+
+def test_a_stock_pool_that_exists_before_install_goes_on_working(in_fresh_process):
+    in_fresh_process(
+        """
+from vllm.v1.core.block_pool import BlockPool
+stock = BlockPool(8, True, 16)
+import cpool.vllm; cpool.vllm.install()
+block, other = stock.get_new_blocks(2)
+for copy in (block, other):
+    stock._insert_block_hash(b"k" * 36, copy, num_tokens=16)
+assert stock.get_cached_block(b"k" * 32, [int.from_bytes(b"kkkk", "big")]) == [block]
+stock.free_blocks([block, other])
+assert stock.reset_prefix_cache()
+"""
+    )
+
+
+def test_cpool_disable_keeps_stock(in_fresh_process):
+    in_fresh_process(
+        "import cpool.vllm; cpool.vllm.plugin()"
+        + POOL_USERS
+        + "assert not cpool.vllm.is_installed()",
+        CPOOL_DISABLE="1",
+    )
+
+
+DRIFTED = """
+from vllm.v1.core.block_pool import BlockPool
+def free_blocks(self, ordered_blocks, prepend=False): pass
+BlockPool.free_blocks = free_blocks
+import cpool.vllm
+"""
+
+
+def test_a_vllm_that_drifted_is_refused_with_what_drifted(in_fresh_process):
+    said = in_fresh_process(
+        DRIFTED
+        + """
+try:
+    cpool.vllm.plugin()
+except cpool.vllm.ContractDrift as drift:
+    print(drift)
+assert not cpool.vllm.is_installed()
+"""
+    )
+    assert "BlockPool.free_blocks: (self, ordered_blocks) expected" in said
+    assert "(self, ordered_blocks, prepend=False) of __main__ found" in said
+    assert "CPOOL_STRICT=0" in said
+
+
+def test_without_strictness_a_drifted_vllm_runs_on_stock_with_a_warning(in_fresh_process):
+    said = in_fresh_process(
+        DRIFTED + "cpool.vllm.plugin(); assert not cpool.vllm.is_installed()", CPOOL_STRICT="0"
+    )
+    assert "cpool is not used, vLLM keeps its own block pool" in said
+    assert "BlockPool.free_blocks: (self, ordered_blocks) expected" in said
