@@ -15,7 +15,6 @@ from collections import deque
 
 import numpy as np
 
-
 REQUEST_BLOCKS = 64
 PREFIX_BLOCKS = 6_250  # 100,000 tokens in blocks of 16
 PREFIX_REPEATS = 20
