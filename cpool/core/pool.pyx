@@ -12,7 +12,7 @@ class would corrupt itself (double free, negative count, foreign id) this one ra
 cimport cython
 from cpool.core cimport (
     blocks, check, free_queue, keys, memory, msgpack, parents, registry, reverse_index,
-    shared_keys, table,
+    shared_keys, table, table_stats,
 )
 from cpool.core.keys cimport Key, Space
 from cpool.core.memory cimport Array, prefetch, prefetch_write
