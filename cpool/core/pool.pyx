@@ -12,7 +12,7 @@ class would corrupt itself (double free, negative count, foreign id) this one ra
 cimport cython
 from cpool.core cimport (
     blocks, check, free_queue, keys, memory, msgpack, parents, registry, reverse_index,
-    shared_keys, table,
+    shared_keys, table, table_stats,
 )
 from cpool.core.keys cimport Key, Space, MAX_SPACES
 from cpool.core.memory cimport Array, prefetch, prefetch_write
@@ -2130,6 +2130,24 @@ cdef class BlockPool:
             id = free_queue.next_of(&self.core.queue, id)
             ids[i] = id
         return result
+
+    def table_stats(self):
+        """How full the table is, and how far its keys stand from their homes.
+
+        Takes time in proportion to the pool.
+
+        Returns:
+            Dict with ``num_cells``, ``num_used``, ``mean_distance`` and ``max_distance``
+            (cells between a key's home and its place) and ``max_run`` (used cells in a row).
+        """
+        cdef table_stats.TableStats stats = table_stats.stats_of(&self.core.table)
+        return {
+            "num_cells": self.core.table.num_cells,
+            "num_used": self.core.table.num_used,
+            "mean_distance": stats.total_distance / max(self.core.table.num_used, 1.0),
+            "max_distance": stats.max_distance,
+            "max_run": stats.max_run,
+        }
 
     def check_consistency(self):
         """Look at every invariant of every structure; takes time in proportion to the pool.
