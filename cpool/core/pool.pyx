@@ -479,7 +479,9 @@ cdef class BlockPool:
 
     cdef int after(self) except -1:
         # Debug builds look at everything after each operation.
-        if CPOOL_DEBUG and self.core.blocks.num_blocks <= CHECKED_UP_TO_BLOCKS:
+        if CPOOL_DEBUG and self.num_allocating == 0 and (
+            self.core.blocks.num_blocks <= CHECKED_UP_TO_BLOCKS
+        ):
             check.check(&self.core)
         return 0
 
@@ -657,11 +659,14 @@ cdef class BlockPool:
             finally:
                 if collects:
                     PyGC_Enable()
+            self.num_allocating += 1
             try:
                 self.announce_allocation(blocks_taken, ids, count)
             except BaseException:
                 put_back(&self.core, ids, count)
                 raise
+            finally:
+                self.num_allocating -= 1
             return 0
         collects = self.enable_kv_cache_events and PyGC_Disable()
         try:
@@ -2167,6 +2172,14 @@ if CPOOL_DEBUG:
         def fail_allocation(long countdown):
             """The ``countdown``-th allocation from now fails; 0: none does."""
             memory.fail_countdown = countdown
+
+        @staticmethod
+        def narrow_hash(uint32_t mask):
+            """Keys hash to as many values as ``mask`` allows; 2**32 - 1: to all.
+
+            Set it while no pool holds a key.
+            """
+            keys.hash_mask = mask
 
         @staticmethod
         def num_allocations():
