@@ -1502,7 +1502,9 @@ cdef class BlockPool:
         refuse_unsavable(&self.core)
         arrays = arrays_of(&self.core)
         arrays["queue"] = self.free_queue_ids()
-        arrays["ref_cnts"] = np.ascontiguousarray(self.ref_cnts)
+        counts = self.ref_cnts.copy()
+        np.maximum(counts[1:], 0, out=counts[1:])   # without the queue's notes
+        arrays["ref_cnts"] = counts
         saving.write(path, self.settings(), arrays)
 
     cdef dict settings(self):
