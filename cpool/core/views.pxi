@@ -106,6 +106,7 @@ class PoolHashMap(BlockHashToBlockMap):
             &pool.core, &wanted, id, &holder
         ):
             return None
+        pool.emit_departure(holder)
         if holder.extra == NO_RECORD:
             registry.unlink(&pool.core, holder)
             pool.core.blocks.keys[id].space |= LOOSE_FLAG

@@ -181,7 +181,7 @@ cdef IdBuffer take_blocks(PrefixCache cache, size_t count):
     if count:
         if cache.history.cells != NULL:
             remember_head(cache, count)
-        cache.pool.allocate(buffer.ids, count)
+        cache.pool.allocate(buffer.ids, count, True)
     return buffer
 
 
