@@ -783,14 +783,15 @@ cdef class BlockPool:
     cdef int touch_run(self, const block_id_t* ids, size_t count) except -1:
         # With a collector the caller's array was copied: what it calls may write to it.
         cdef size_t i
+        collector = self.metrics_collector
         check_touch(&self.core, ids, count)
-        if self.metrics_collector is None:
+        if collector is None:
             commit_touch(&self.core, ids, count)
         else:
             for i in range(count):
                 check_touch(&self.core, ids + i, 1)
                 commit_touch(&self.core, ids + i, 1)
-                self.metrics_collector.on_block_accessed(self.handle(ids[i]))
+                collector.on_block_accessed(self.handle(ids[i]))
         self.after()
         return 0
 
@@ -1030,10 +1031,10 @@ cdef class BlockPool:
         cdef bint collects
         if source is not None:
             log = self.start_log(ids, ends, batch, group, size, source)
-            # The event's parts came from the caller, whose code may have called the pool.
-            check_new_keys(&self.core, ids, ends, batch.count)
             if self.detailed_snapshots and stored is not None:
                 log.detail = source.detail(stored)
+            # The event's parts came from the caller, whose code may have called the pool.
+            check_new_keys(&self.core, ids, ends, batch.count)
         if batch.count > STEP and not any_has_keys(&self.core, ids, batch.count):
             step = STEP
         # The log makes objects while blocks are registered; a collection could run a __del__.
