@@ -788,14 +788,15 @@ cdef class BlockPool:
     cdef int touch_run(self, const block_id_t* ids, size_t count) except -1:
         # With a collector the caller's array was copied: what it calls may write to it.
         cdef size_t i
+        collector = self.metrics_collector
         check_touch(&self.core, ids, count)
-        if self.metrics_collector is None:
+        if collector is None:
             commit_touch(&self.core, ids, count)
         else:
             for i in range(count):
                 check_touch(&self.core, ids + i, 1)
                 commit_touch(&self.core, ids + i, 1)
-                self.metrics_collector.on_block_accessed(self.handle(ids[i]))
+                collector.on_block_accessed(self.handle(ids[i]))
         self.after()
         return 0
 
@@ -1037,6 +1038,8 @@ cdef class BlockPool:
             log = self.start_log(ids, ends, batch, group, size, source)
             if self.detailed_snapshots and stored is not None:
                 log.detail = source.detail(stored)
+            # The event's parts came from the caller, whose code may have called the pool.
+            check_new_keys(&self.core, ids, ends, batch.count)
         if batch.count > STEP and not any_has_keys(&self.core, ids, batch.count):
             step = STEP
         # The log makes objects while blocks are registered; a collection could run a __del__.
@@ -1190,6 +1193,7 @@ cdef class BlockPool:
         check_new_keys(&self.core, batch.ids, ends.values, batch.count)
         stored = None
         if self.enable_kv_cache_events and batch.count:
+            copy_ids(batch)     # what follows may run the caller's code
             source = self.batch_source(
                 batch, rows, parent_hash, token_ids, size, group, extra_keys,
                 {"lora_id": lora_id, "lora_name": lora_name, "session_id": session_id},
@@ -1371,7 +1375,7 @@ cdef class BlockPool:
         cdef RemovedRun removed = None
         cdef uint32_t width = <uint32_t>PyBytes_GET_SIZE(digest)
         cdef bint drops = replace
-        cdef bint as_extra
+        cdef bint as_extra, collects
         cdef uint64_t num_keys
         cdef uint64_t noted = low_bits(parent)
         if not replace:
@@ -1384,11 +1388,18 @@ cdef class BlockPool:
             )
         key.digest = <const uint8_t*>PyBytes_AS_STRING(digest)
         check_width(width)
-        key.space = registry.reserve(&self.core, group, width, 1, 0 if drops else 1)
-        self.reserve_parents()
+        # The log is an object; a collection could run a __del__ that uses what is reserved.
+        collects = self.enable_kv_cache_events and PyGC_Disable()
+        try:
+            key.space = registry.reserve(&self.core, group, width, 1, 0 if drops else 1)
+            self.reserve_parents()
+            if drops:
+                removed = self.log_for(&id, 1)
+        finally:
+            if collects:
+                PyGC_Enable()
         self.note_width(width)
         if drops:
-            removed = self.log_for(&id, 1)
             if removed is not None:
                 log_keys(&self.core, id, removed, self.truthful_events)
             registry.drop_keys(&self.core, id)
@@ -1963,7 +1974,8 @@ cdef class BlockPool:
 
         Held blocks stay held in the file: blocks, keys, counts and the order of eviction are
         all in it. Not in it are the metrics collector, events that nobody took yet,
-        attributes of the instance, and the table's random words, which each pool draws.
+        the details of `detailed_snapshots`, attributes that were assigned, and the table's
+        random words, which each pool draws.
 
         Args:
             path: The file; an old one is replaced when the new one is complete.
@@ -1979,9 +1991,13 @@ cdef class BlockPool:
                 "which cannot be saved"
             )
         refuse_unsavable(&self.core)
-        arrays = arrays_of(&self.core)
+        arrays = arrays_of(&self.core, &self.parents)
+        spaces = arrays["spaces"]
+        spaces["block_size"] = [self.group_block_sizes.get(group, 0) for group in spaces["group"]]
         arrays["queue"] = self.free_queue_ids()
-        arrays["ref_cnts"] = np.ascontiguousarray(self.ref_cnts)
+        counts = self.ref_cnts.copy()
+        np.maximum(counts[1:], 0, out=counts[1:])   # without the queue's notes
+        arrays["ref_cnts"] = counts
         saving.write(path, self.settings(), arrays)
 
     cdef dict settings(self):
@@ -1990,6 +2006,8 @@ cdef class BlockPool:
             "hash_block_size": self.hash_block_size,
             "enable_caching": bool(self.enable_caching),
             "enable_kv_cache_events": bool(self.enable_kv_cache_events),
+            "truthful_events": bool(self.truthful_events),
+            "detailed_snapshots": bool(self.detailed_snapshots),
             "medium": str(self.medium),
             "hash_width": self.hash_width,
             "num_evicted_blocks": self.num_evicted_blocks,
@@ -2017,6 +2035,8 @@ cdef class BlockPool:
                 enable_kv_cache_events=settings["enable_kv_cache_events"],
                 metrics_collector=metrics_collector,
                 medium=settings["medium"],
+                truthful_events=settings["truthful_events"],
+                detailed_snapshots=settings["detailed_snapshots"],
             )
         except ContractError as error:
             raise SavedPoolError(f"{path}: {error}") from error
@@ -2042,6 +2062,7 @@ cdef class BlockPool:
         cdef void* digests = new_array(arrays["digests"], &view)
         cdef void* copies = new_array(arrays["copies"], &view)
         cdef void* marks = new_array(is_copy, &view)
+        cdef void* parent_hashes = new_array(arrays["parents"], &view)
         if len(arrays["ref_cnts"]) != self.core.blocks.num_blocks:
             raise SavedPoolError(
                 f"{len(arrays['ref_cnts'])} counts for {self.core.blocks.num_blocks} blocks"
@@ -2056,6 +2077,17 @@ cdef class BlockPool:
         load_keys(
             &self.core, <const SavedRegistration*>registrations, count, <const uint8_t*>digests,
             width, <const uint32_t*>copies, num_copies, extras.ids, <uint8_t*>marks,
+        )
+        if len(arrays["parents"]) not in (0, count):
+            raise SavedPoolError(f"{len(arrays['parents'])} parents for {count} keys")
+        if len(arrays["parents"]):
+            self.reserve_parents()
+            load_parents(
+                &self.parents, <const SavedRegistration*>registrations, extras.ids, count,
+                <const uint64_t*>parent_hashes,
+            )
+        self.group_block_sizes.update(
+            (int(group), int(size)) for group, _, size in arrays["spaces"].tolist() if size
         )
         self.hash_width = settings["hash_width"]
         self.num_evicted_blocks = settings["num_evicted_blocks"]

@@ -6,15 +6,18 @@
 #
 #     ref_cnts        int32 per block, 0 in the free queue
 #     queue           uint32 block ids in eviction order
-#     spaces          (group, width), numbered from 0
+#     spaces          (group, width, tokens in a block as events name them or 0), from 0 on
 #     registrations   (num_tokens, block, space, kind), by block; a block's primary key first
 #     digests         a row per registration, as wide as the widest space
+#     parents         uint64 per registration as parents.pxd keeps them; none with events off
 #     copies          for each key of several blocks: how many, then as many numbers of
 #                     registrations, in the order in which look-ups prefer them
 #
 # The seed of the table's hash is not written: each pool draws its own.
 
-cdef object SPACE_DTYPE = np.dtype([("group", "<u4"), ("width", "<u4")])
+cdef object SPACE_DTYPE = np.dtype(
+    [("group", "<u4"), ("width", "<u4"), ("block_size", "<u4")]
+)
 cdef object REGISTRATION_DTYPE = np.dtype(
     [("num_tokens", "<u4"), ("block", "<u4"), ("space", "<u2"), ("kind", "<u2")]
 )
@@ -26,9 +29,10 @@ cdef enum:
     WITHOUT_TOKENS = 4
 
 
-cdef packed struct SavedSpace:
+cdef struct SavedSpace:
     uint32_t group
     uint32_t width
+    uint32_t block_size
 
 
 cdef struct SavedRegistration:
@@ -87,6 +91,21 @@ cdef void save_registrations(
             holder.extra = reverse_index.extra(&core.index, holder.extra).next
 
 
+cdef void save_parents(const Core* core, const Parents* of, uint64_t* saved) noexcept:
+    # In the order of save_registrations.
+    cdef Holder holder
+    cdef size_t i = 0
+    for holder.block in range(core.blocks.num_blocks):
+        if registry.has_primary(core, holder.block):
+            saved[i] = parents.of(of, holder.block, NO_RECORD)
+            i += 1
+        holder.extra = reverse_index.first(&core.index, holder.block)
+        while holder.extra != NO_RECORD:
+            saved[i] = parents.of(of, holder.block, holder.extra)
+            i += 1
+            holder.extra = reverse_index.extra(&core.index, holder.extra).next
+
+
 cdef void save_copies(const Core* core, const uint32_t* numbers, uint32_t* copies) noexcept:
     # Every used cell that names a shared key, and the members behind it.
     cdef uint64_t place
@@ -118,7 +137,7 @@ cdef int refuse_unsavable(const Core* core) except -1:
     return 0
 
 
-cdef dict arrays_of(const Core* core):
+cdef dict arrays_of(const Core* core, const Parents* of):
     # The registrations' part of the arrays.
     cdef size_t num_copies, i
     cdef size_t count = count_registrations(core, &num_copies)
@@ -145,8 +164,12 @@ cdef dict arrays_of(const Core* core):
         core, <SavedRegistration*>rows, <uint8_t*>digest_rows, width, numbers.ids
     )
     save_copies(core, numbers.ids, <uint32_t*>new_array(copies, &view))
+    parent_hashes = empty(count if of.of_block != NULL else 0, np.uint64)
+    if of.of_block != NULL:
+        save_parents(core, of, <uint64_t*>new_array(parent_hashes, &view))
     return {
-        "spaces": spaces, "registrations": registrations, "digests": digests, "copies": copies,
+        "spaces": spaces, "registrations": registrations, "digests": digests,
+        "parents": parent_hashes, "copies": copies,
     }
 
 
@@ -365,3 +388,13 @@ cdef int load_keys(
     load_copies(core, saved, extras, copies, num_copies)
     load_singles(core, saved, extras, count, is_copy)
     return 0
+
+
+cdef void load_parents(
+    Parents* of, const SavedRegistration* saved, const record_id_t* extras, size_t count,
+    const uint64_t* hashes,
+) noexcept:
+    # After parents.reserve() for all blocks and extra keys. Only events read them.
+    cdef size_t i
+    for i in range(count):
+        parents.note(of, saved[i].block, extras[i], hashes[i])

@@ -35,11 +35,12 @@ MAX_DESCRIPTION_BYTES = 1 << 20
 ARRAYS: dict[str, Any] = {
     "ref_cnts": np.dtype("<i4"),
     "queue": np.dtype("<u4"),
-    "spaces": np.dtype([("group", "<u4"), ("width", "<u4")]),
+    "spaces": np.dtype([("group", "<u4"), ("width", "<u4"), ("block_size", "<u4")]),
     "registrations": np.dtype(
         [("num_tokens", "<u4"), ("block", "<u4"), ("space", "<u2"), ("kind", "<u2")]
     ),
     "digests": np.dtype("u1"),
+    "parents": np.dtype("<u8"),
     "copies": np.dtype("<u4"),
 }
 # Name -> type of the settings, and the largest where it is a number.
@@ -48,6 +49,8 @@ SETTINGS: dict[str, tuple[type, int]] = {
     "hash_block_size": (int, (1 << 32) - 1),
     "enable_caching": (bool, 1),
     "enable_kv_cache_events": (bool, 1),
+    "truthful_events": (bool, 1),
+    "detailed_snapshots": (bool, 1),
     "medium": (str, 0),
     "hash_width": (int, 255),
     "num_evicted_blocks": (int, (1 << 64) - 1),
