@@ -191,6 +191,7 @@ cdef class BlockPool:
     cdef Array pages_array          # HandlePage* per 64 blocks, from the first handle on
     cdef HandlePage** pages         # NULL where no handle lives
     cdef uint32_t num_pages
+    cdef uint32_t num_allocating    # calls whose blocks have left the queue and await callbacks
     cdef uint32_t num_exports       # numpy views of the key columns that are alive
     cdef uint32_t hash_width        # of the first key registered; 0 before it and after a reset
     cdef Parents parents            # of registrations, while events are on

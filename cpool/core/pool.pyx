@@ -12,7 +12,7 @@ class would corrupt itself (double free, negative count, foreign id) this one ra
 cimport cython
 from cpool.core cimport (
     blocks, check, free_queue, keys, memory, msgpack, parents, registry, reverse_index,
-    shared_keys, table,
+    shared_keys, table, table_stats,
 )
 from cpool.core.keys cimport Key, Space, MAX_SPACES
 from cpool.core.memory cimport Array, prefetch, prefetch_write
@@ -479,7 +479,9 @@ cdef class BlockPool:
 
     cdef int after(self) except -1:
         # Debug builds look at everything after each operation.
-        if CPOOL_DEBUG and self.core.blocks.num_blocks <= CHECKED_UP_TO_BLOCKS:
+        if CPOOL_DEBUG and self.num_allocating == 0 and (
+            self.core.blocks.num_blocks <= CHECKED_UP_TO_BLOCKS
+        ):
             check.check(&self.core)
         return 0
 
@@ -657,11 +659,14 @@ cdef class BlockPool:
             finally:
                 if collects:
                     PyGC_Enable()
+            self.num_allocating += 1
             try:
                 self.announce_allocation(blocks_taken, ids, count)
             except BaseException:
                 put_back(&self.core, ids, count)
                 raise
+            finally:
+                self.num_allocating -= 1
             return 0
         collects = self.enable_kv_cache_events and PyGC_Disable()
         try:
@@ -2131,6 +2136,24 @@ cdef class BlockPool:
             ids[i] = id
         return result
 
+    def table_stats(self):
+        """How full the table is, and how far its keys stand from their homes.
+
+        Takes time in proportion to the pool.
+
+        Returns:
+            Dict with ``num_cells``, ``num_used``, ``mean_distance`` and ``max_distance``
+            (cells between a key's home and its place) and ``max_run`` (used cells in a row).
+        """
+        cdef table_stats.TableStats stats = table_stats.stats_of(&self.core.table)
+        return {
+            "num_cells": self.core.table.num_cells,
+            "num_used": self.core.table.num_used,
+            "mean_distance": stats.total_distance / max(self.core.table.num_used, 1.0),
+            "max_distance": stats.max_distance,
+            "max_run": stats.max_run,
+        }
+
     def check_consistency(self):
         """Look at every invariant of every structure; takes time in proportion to the pool.
 
@@ -2149,6 +2172,14 @@ if CPOOL_DEBUG:
         def fail_allocation(long countdown):
             """The ``countdown``-th allocation from now fails; 0: none does."""
             memory.fail_countdown = countdown
+
+        @staticmethod
+        def narrow_hash(uint32_t mask):
+            """Keys hash to as many values as ``mask`` allows; 2**32 - 1: to all.
+
+            Set it while no pool holds a key.
+            """
+            keys.hash_mask = mask
 
         @staticmethod
         def num_allocations():
