@@ -20,14 +20,14 @@ cdef size_t count_keys(const Core* core, const block_id_t* ids, size_t count) no
 
 
 cdef size_t count_replaced(const Core* core, const block_id_t* ids, size_t count) noexcept:
-    # As count_keys, of those blocks that have a primary key: registration promotes them.
+    # As count_keys, of blocks that are about to be registered: most have none. A block whose
+    # primary key was taken away by hand still has its extra ones.
     cdef size_t i, found = 0
     if core.blocks.keys == NULL:
         return 0
     for i in range(count):
-        if core.blocks.keys[ids[i]].space:
-            found += count_keys(core, ids + i, 1)
-    return found
+        found += core.blocks.keys[ids[i]].space != 0
+    return found if core.index.heads == NULL else found + count_keys(core, ids, count)
 
 
 cdef inline void log_key(

@@ -160,7 +160,7 @@ class EventPublisher:
         self.num_snapshots = 0
         self.num_sent_batches = 0
 
-        context = zmq.Context.instance()
+        context: zmq.Context[Any] = zmq.Context.instance()
         self._pub = context.socket(zmq.PUB)
         self._replay = None
         try:
