@@ -135,9 +135,7 @@ def measure(run, variants, num_blocks, batch, rounds):
     print(f"{num_blocks} blocks, batches of {batch}, best of {rounds} rounds")
     for name, seconds in best.items():
         rates = [num_blocks / value / 1e6 for value in seconds]
-        costs = [
-            100 * (1 - off / value) for off, value in zip(best["off"], seconds, strict=True)
-        ]
+        costs = [100 * (1 - off / value) for off, value in zip(best["off"], seconds, strict=True)]
         print(
             f"  events {name:9} register {rates[0]:6.2f} M/s ({costs[0]:5.1f} % less)   "
             f"evict {rates[1]:6.2f} M/s ({costs[1]:5.1f} % less)"
@@ -182,9 +180,7 @@ def report_sizes(num_blocks):
     start = time.perf_counter()
     payload = encode_batch(runs, 0.0)
     seconds = time.perf_counter() - start
-    print(
-        f"removals: encoded in {seconds:.3f} s to {len(payload) / num_blocks:.1f} bytes a block"
-    )
+    print(f"removals: encoded in {seconds:.3f} s to {len(payload) / num_blocks:.1f} bytes a block")
 
 
 def main():
