@@ -94,7 +94,7 @@ class EventListener:
         self.events: list[Any] = []
         self.num_batches = 0
         self.socket = zmq.Context.instance().socket(zmq.SUB)
-        self.socket.setsockopt(zmq.RCVTIMEO, 200)
+        self.socket.setsockopt(zmq.RCVTIMEO, 2000)
         self.socket.setsockopt(zmq.SUBSCRIBE, b"")
         self.socket.connect(f"tcp://127.0.0.1:{port}")
         self.stopping = False
@@ -182,6 +182,7 @@ def run_with_llm(model: str, together: bool) -> dict[str, Any]:
         }
     finally:
         events = listener.stop()
+    llm.llm_engine.engine_core.shutdown()
     return result | {"events": events}
 
 

@@ -80,6 +80,7 @@ cdef int register_full(
     cache.pool.cache_full_ids(
         ids_array(ids.ids, ids.count), digests[(first + 1) * step - 1:num_full * step:step], g,
         kind.block_size, first,
+        parent_hash=digests[first * step - 1].tobytes() if first else None,
     )
     row.num_cached = num_full
     # A promoted block has lost its partial entry.
@@ -98,7 +99,9 @@ cdef int register_tail(
     cdef bytes digest = digests[last].tobytes()
     if is_state:
         cache.new_states[g].add(key_of_row(digests, last, g))
-    cache.pool.cache_partial_id(row.ids[block], digest, boundary, g)
+    # For events: where the block before ends.
+    parent = digests[block * (size // cache.pool.hash_block_size) - 1].tobytes() if block else None
+    cache.pool.cache_partial_id(row.ids[block], digest, boundary, g, parent_hash=parent)
     row.keeps_tail = True
     if is_state and boundary % size:
         row.tail = block

@@ -5,6 +5,7 @@ Decisions are those of cpool.BlockPool. What differs between vLLM's releases is 
 here, named after the last release that did it that way.
 """
 
+import os
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +16,12 @@ from vllm.v1.core import block_pool, kv_cache_utils
 import cpool
 from cpool.core.contract import ContractError
 from cpool.core.pool import KVCacheBlock
-from cpool.core.standalone import BlockHashToBlockMap, FreeKVCacheBlockQueue
-from cpool.vllm import guests
+from cpool.core.standalone import BlockHashToBlockMap
+from cpool.vllm import guests, swap
 from cpool.vllm.views import StockHashMap
 
 __all__ = [
     "BlockHashToBlockMap",
-    "FreeKVCacheBlockQueue",
     "KVCacheBlock",
     "VllmBlockPool",
     "VllmBlockPool030",
@@ -63,6 +63,8 @@ def announce(pool: "VllmBlockPool") -> None:
 class VllmBlockPool(cpool.BlockPool):
     """Drop-in for ``vllm.v1.core.block_pool.BlockPool`` of vLLM 0.32.
 
+    ``CPOOL_TRUTHFUL_EVENTS=1`` in the environment turns `cpool.BlockPool`'s truthful events on.
+
     Args:
         num_gpu_blocks: number of blocks, the null block included.
         enable_caching: whether freed blocks stay findable by hash.
@@ -77,6 +79,8 @@ class VllmBlockPool(cpool.BlockPool):
 
     logger = block_pool.logger
     event_types = EVENT_TYPES
+    # The manager of the CPU tier does, right behind `_insert_block_hash`.
+    reports_inserted_keys = False
 
     def __init__(
         self,
@@ -97,7 +101,9 @@ class VllmBlockPool(cpool.BlockPool):
             enable_kv_cache_events,
             metrics_collector,
             medium,
+            truthful_events=os.environ.get("CPOOL_TRUTHFUL_EVENTS", "0") not in ("", "0"),
         )
+        swap.when_pool_is_built()
         announce(self)
 
     @property

@@ -10,17 +10,19 @@ import os
 import sys
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
 from cpool.vllm import contract, rebind
 
 POOL_MODULE = "vllm.v1.core.block_pool"
 UTILS_MODULE = "vllm.v1.core.kv_cache_utils"
+MANAGERS_MODULE = "vllm.v1.core.single_type_kv_cache_manager"
 # Modules that subclass the pool; run again if they were imported before us.
 SUBCLASS_MODULES = {"vllm.v1.hisparse.block_pool": "SharedEventQueueBlockPool"}
 
-# vLLM's pool module keeps its own blocks and queue, so that stock pools that are already in
-# use go on working, and uninstall() leaves no stock pool with blocks of ours.
-KEEP = {POOL_MODULE: frozenset({"KVCacheBlock", "FreeKVCacheBlockQueue"})}
+# vLLM's pool module keeps its own blocks, so that stock pools that are already in use go on
+# working, and uninstall() leaves no stock pool with blocks of ours.
+KEEP = {POOL_MODULE: frozenset({"KVCacheBlock"})}
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Installation:
 
 _hook: rebind.ImportHook | None = None
 _installation: Installation | None = None
+_replaced_methods: list[tuple[type, str, Any]] = []
 
 
 def plugin() -> None:
@@ -92,12 +95,13 @@ def install() -> bool:
 def replace_all(release: str) -> list[tuple[object, object]]:
     from cpool.vllm import hashing, pool
 
+    # Stock's FreeKVCacheBlockQueue stays: no pool of ours uses it, and over blocks that belong
+    # to no pool it does what it always did.
     pool_module, utils_module = import_module(POOL_MODULE), import_module(UTILS_MODULE)
     replacements: list[tuple[object, object]] = [
         (pool_module.BlockPool, pool.pool_class(release)),
         (pool_module.BlockHashToBlockMap, pool.BlockHashToBlockMap),
         (utils_module.KVCacheBlock, pool.KVCacheBlock),
-        (utils_module.FreeKVCacheBlockQueue, pool.FreeKVCacheBlockQueue),
         (utils_module.get_request_block_hasher, hashing.request_block_hasher(release)),
     ]
     rebind.replace_everywhere(replacements, KEEP)
@@ -110,9 +114,20 @@ def replace_all(release: str) -> list[tuple[object, object]]:
     return replacements
 
 
+def when_pool_is_built() -> None:
+    """Replaces methods of the managers, which may not have been imported at install()."""
+    from cpool.vllm import managers
+
+    if _installation is not None and not _replaced_methods:
+        _replaced_methods.extend(managers.replace_methods(import_module(MANAGERS_MODULE)))
+
+
 def uninstall() -> None:
     """Makes vLLM build its own pools again; pools of ours that exist stay as they are."""
     global _hook, _installation
+    for owner, name, stock in _replaced_methods:
+        setattr(owner, name, stock)
+    _replaced_methods.clear()
     if _hook is not None:
         _hook.remove()
         _hook = None

@@ -4,7 +4,7 @@ import pytest
 pytest.importorskip("vllm", reason="needs a vLLM: tests/vllm/run --own-tests")
 
 # Lists each name in a loaded module of vLLM that is still bound to something of stock's that
-# was replaced. The pool module's own blocks and queue are the exception, on purpose.
+# was replaced. The pool module's own blocks are the exception, on purpose.
 REMAINING = """
 import sys
 def remaining(stock):
@@ -15,10 +15,7 @@ def remaining(stock):
         if module_name.startswith("vllm") and isinstance(vars(module), dict)
         for name, value in list(vars(module).items())
         if id(value) in ids
-        and (module_name, name) not in (
-            ("vllm.v1.core.block_pool", "KVCacheBlock"),
-            ("vllm.v1.core.block_pool", "FreeKVCacheBlockQueue"),
-        )
+        and (module_name, name) != ("vllm.v1.core.block_pool", "KVCacheBlock")
     )
 """
 POOL_USERS = """
@@ -39,6 +36,10 @@ from vllm.v1.hisparse.block_pool import SharedEventQueueBlockPool
 assert issubclass(kv_cache_coordinator.BlockPool, cpool.BlockPool)
 assert issubclass(SharedEventQueueBlockPool, cpool.BlockPool)
 assert single_type_kv_cache_manager.SharedEventQueueBlockPool is SharedEventQueueBlockPool
+owner = SharedEventQueueBlockPool(8, True, 16, event_owner=kv_cache_coordinator.BlockPool(8, True, 16))
+assert owner.get_new_blocks(1)[0].pool is owner
+manager = single_type_kv_cache_manager.FullAttentionManager
+assert manager.find_longest_cache_hit.__func__.__module__ == "cpool.vllm.managers"
 """
 )
 
@@ -83,10 +84,15 @@ def test_uninstall_leaves_vllm_as_it_was(in_fresh_process, imports_before):
         imports_before
         + "import cpool, cpool.vllm; cpool.vllm.install()"
         + POOL_USERS
-        + "done = cpool.vllm.installation(); cpool.vllm.uninstall()\n"
+        + "done = cpool.vllm.installation()\n"
+        + "vllm.v1.core.kv_cache_coordinator.BlockPool(8, True, 16)\n"
+        + "manager = vllm.v1.core.single_type_kv_cache_manager.FullAttentionManager\n"
+        + "assert manager.find_longest_cache_hit.__func__.__module__ != manager.__module__\n"
+        + "cpool.vllm.uninstall()\n"
         + REMAINING
         + """
 assert not cpool.vllm.is_installed() and cpool.vllm.installation() is None
+assert manager.find_longest_cache_hit.__func__.__module__ == manager.__module__
 assert remaining([ours for stock, ours in done.replacements]) == []
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
