@@ -181,7 +181,7 @@ cdef int take_blocks(PrefixCache cache, IdBuffer fresh) except -1:
     if fresh.count:
         if cache.history.cells != NULL:
             remember_head(cache, fresh.count)
-        cache.pool.allocate(fresh.ids, fresh.count)
+        cache.pool.allocate(fresh.ids, fresh.count, True)
     return 0
 
 
