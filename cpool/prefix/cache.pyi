@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,7 @@ from cpool.prefix.groups import Group, Layout, Match
 # equally long bytes. BlockHashes and its views are among them.
 _Hashes: TypeAlias = Any
 
+@final
 class PrefixMatch:
     cache: PrefixCache
     hashes: _Hashes
@@ -28,6 +29,7 @@ class PrefixMatch:
     def shared_prefix_boundary(self) -> int: ...
     def explain(self) -> Explanation: ...
 
+@final
 class Request:
     cache: PrefixCache | None
     hashes: _Hashes
@@ -39,12 +41,14 @@ class Request:
     @property
     def block_ids(self) -> tuple[NDArray[np.uint32], ...]: ...
 
+@final
 class CopyBatch:
     cache: PrefixCache | None
     pairs: NDArray[np.uint32]
     group_ids: NDArray[np.uint32]
     def __len__(self) -> int: ...
 
+@final
 class PrefixCache:
     pool: BlockPool
     layout: Layout

@@ -10,6 +10,7 @@ memory, then commits; a step that does not fit returns None and has changed noth
 that `append` first frees the blocks which no later token reads. The order of all changes is that
 of vLLM 0.32.0's ``KVCacheManager``, so block ids, copies and order of eviction are the same.
 """
+cimport cython
 from cpool.core cimport free_queue, registry, reverse_index
 from cpool.core.pool cimport BlockPool, IdBuffer
 from cpool.core.registry cimport Core, Holder
@@ -64,6 +65,7 @@ include "steps.pxi"
 include "register.pxi"
 
 
+@cython.final
 cdef class PrefixCache:
     """The prefix cache of one model, with one or several groups of layers, over one pool.
 
@@ -102,7 +104,7 @@ cdef class PrefixCache:
     cdef bint is_single             # one group whose blocks are as long as the match unit
     cdef uint64_t num_steps         # changes made through this cache
     cdef list new_states            # of each group: keys whose state this step computes
-    cdef CopyQueue copies
+    cdef _CopyQueue copies
     cdef Evictions history
 
     def __cinit__(self, *args, **kwargs):
@@ -157,7 +159,7 @@ cdef class PrefixCache:
         self.has_eagle = self.layout.eagle
         self.nothing = tuple([np.empty(0, dtype=np.uint32) for _ in range(self.num_groups)])
         self.new_states = [set() for _ in range(self.num_groups)]
-        self.copies = CopyQueue(self.num_groups)
+        self.copies = _CopyQueue(self.num_groups)
         evictions.init(
             &self.history, read_tokens(remember_evictions, "remember_evictions", 0, 1 << 31)
         )

@@ -7,6 +7,7 @@ cdef struct Copy:
     block_id_t target
 
 
+@cython.final
 cdef class CopyBatch:
     """Block copies to run before the step's forward pass, from `PrefixCache.take_copies`.
 
@@ -23,7 +24,8 @@ cdef class CopyBatch:
         return f"CopyBatch({self.pairs.tolist()})"
 
 
-cdef class CopyQueue:
+@cython.final
+cdef class _CopyQueue:
     """Copies that no batch has taken yet, in the order in which they came up."""
     cdef Copy* copies
     cdef size_t count

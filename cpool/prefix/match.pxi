@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # What a lookup found.
 
+@cython.final
 cdef class PrefixMatch:
     """The longest prefix that the pool holds for one request.
 
