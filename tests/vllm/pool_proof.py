@@ -7,6 +7,7 @@ tell a suite that passed on cpool from one that never met it. Each process appen
 JSON to the file named by ``CPOOL_SUITE_RESULTS``.
 """
 
+import gc
 import json
 import os
 from collections import Counter
@@ -44,6 +45,13 @@ def pytest_configure(config):
 
         cpool.vllm.install()
         count_pools(block_pool.BlockPool, "cpool")
+
+
+def pytest_collection_finish(session):
+    # After each of its tests vLLM unfreezes and collects all that was ever imported: most of
+    # a run goes there, and none of what it tests.
+    gc.freeze()
+    gc.unfreeze = lambda: None
 
 
 def pytest_runtest_logreport(report):
