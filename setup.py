@@ -35,12 +35,11 @@ EXTENSIONS = [
     "cpool.core.pool",
     "cpool.hashing.chain",
     "cpool.hashing.block_hashes",
+    "cpool.prefix.cache",
 ]
 
 directives = {
     "language_level": 3,
-    "boundscheck": False,
-    "wraparound": False,
     "cdivision": True,
     "initializedcheck": False,
     "auto_pickle": False,

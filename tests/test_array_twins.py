@@ -105,12 +105,27 @@ def test_the_end_of_each_block_follows_from_its_position(pool: Any) -> None:
 
 
 def test_the_columns_are_read_only_views(pool: Any) -> None:
-    ref_cnts = pool.ref_cnts
+    ref_cnts, key_num_tokens = pool.ref_cnts, pool.key_num_tokens
     assert (ref_cnts.dtype, ref_cnts.shape) == (np.int32, (8,))
-    with pytest.raises(ValueError, match="read-only"):
-        ref_cnts[1] = 5
+    assert ref_cnts.tolist()[:5] == [0, 1, 1, 1, 1]
+    assert key_num_tokens.tolist() == [0, 4, 8, 12, 16, 0, 0, 0]
+    for column in (ref_cnts, key_num_tokens):
+        with pytest.raises(ValueError, match="read-only"):
+            column[1] = 5
     pool.touch_ids([1])
+    pool.evict_ids([2])
     assert ref_cnts[1] == 2
+    assert key_num_tokens.tolist() == [0, 4, 0, 12, 16, 0, 0, 0]
+
+
+def test_a_view_of_keys_is_not_pulled_away_by_a_reset(pool: Any) -> None:
+    key_num_tokens = pool.key_num_tokens
+    pool.free_ids([1, 2, 3, 4])
+    with pytest.raises(BufferError, match="1"):
+        pool.reset_prefix_cache()
+    assert pool.num_cached_keys == 4
+    del key_num_tokens
+    assert pool.reset_prefix_cache()
 
 
 def test_evict_ids_counts_the_blocks_that_held_a_key(pool: Any) -> None:

@@ -380,6 +380,20 @@ def test_a_range_of_blocks_that_is_not_there(pool: Any) -> None:
         pool.cache_full_blocks(short, held, 0, 2, 4, 0)
 
 
+def test_a_chain_that_is_too_short_for_the_event(pool: Any) -> None:
+    short = Request(CHAIN.block_hashes[:1], list(range(64)))
+    null = blocks_of(pool, 0, 0, 0)
+    if not pool.enable_kv_cache_events:
+        pool.emit_cached_block_events(short, 3, 4, 0)
+        return
+    with pytest.raises(IndexError):
+        pool.emit_cached_block_events(short, 3, 4, 0)
+    with pytest.raises(IndexError):
+        pool.emit_cached_block_events(short, 1, 16, 0)
+    with pytest.raises(IndexError):
+        pool.cache_full_blocks(short, null, 2, 3, 4, 0)
+
+
 def test_a_mask_of_another_length(pool: Any) -> None:
     held = blocks_of(pool, HELD_PLAIN, HELD_TWICE)
     for mask in ([], [True], [True] * 3):

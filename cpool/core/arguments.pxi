@@ -3,11 +3,6 @@
 
 cdef class IdBatch:
     """Block ids as uint32, checked against the pool's size."""
-    cdef Py_buffer view
-    cdef bint has_view
-    cdef object kept
-    cdef const block_id_t* ids
-    cdef size_t count
 
     def __cinit__(self):
         self.has_view = False
@@ -35,7 +30,6 @@ cdef IdBuffer make_buffer(size_t count):
 
 cdef class TokenBuffer:
     """Room for token counts."""
-    cdef uint64_t* values
 
     def __cinit__(self, size_t count):
         self.values = <uint64_t*>PyMem_Malloc((count + 1) * sizeof(uint64_t))
@@ -86,6 +80,15 @@ cdef IdBatch read_ids(object ids, uint32_t num_blocks):
                 f"the pool has {num_blocks} blocks"
             )
     return batch
+
+
+cdef int copy_ids(IdBatch batch) except -1:
+    # The ids as they were checked, whatever happens to the caller's array from now on.
+    cdef IdBuffer copied = make_buffer(batch.count)
+    memcpy(copied.ids, batch.ids, batch.count * sizeof(block_id_t))
+    batch.kept = copied
+    batch.ids = copied.ids
+    return 0
 
 
 cdef object ids_as_array(object ids, uint32_t num_blocks):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors and records of the pool's contract."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class ContractError(ValueError, AssertionError):
@@ -14,6 +14,10 @@ class ContractError(ValueError, AssertionError):
 
 class BlockIdError(ContractError, IndexError):
     """A block id is out of range; nothing was changed."""
+
+
+class SavedPoolError(ValueError):
+    """A file is no saved pool, a damaged one, or one that this version cannot read."""
 
 
 class Registration(NamedTuple):
@@ -30,3 +34,17 @@ class Registration(NamedTuple):
     kv_cache_group_id: int
     num_tokens: int | None
     is_primary: bool
+
+
+class EventSnapshot(NamedTuple):
+    """What a pool holds, for a consumer of events that comes late or lost some.
+
+    Attributes:
+        events: ``BlockStored`` events, compact: ``len`` and ``num_events`` count them,
+            iteration makes them, `cpool.events.wire.encode_batch` takes the whole. Parents
+            come before their children; a parent that is not resident is None.
+        sequence: Number of the first batch of events to apply on top.
+    """
+
+    events: Any
+    sequence: int

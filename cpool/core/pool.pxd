@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-from cpool.core.keys cimport Key
+from cpool.core.keys cimport Key, Space
 from cpool.core.memory cimport Array
+from cpool.core.parents cimport Parents
 from cpool.core.registry cimport Core, Holder
-from cpool.core.types cimport block_id_t, hash_t, int64_t, space_t, uint8_t, uint32_t, uint64_t
+from cpool.core.types cimport (
+    block_id_t, hash_t, int64_t, record_id_t, space_t, uint8_t, uint32_t, uint64_t,
+)
 from cpython.buffer cimport Py_buffer
 from cpython.object cimport PyObject
 
@@ -22,6 +25,144 @@ cdef class HashBatch:
     cdef uint32_t width
 
     cdef bytes row(self, size_t i)
+
+
+cdef class IdBatch:
+    cdef Py_buffer view
+    cdef bint has_view
+    cdef object kept
+    cdef const block_id_t* ids
+    cdef size_t count
+
+
+cdef class TokenBuffer:
+    cdef uint64_t* values
+
+
+cdef class EventRun:
+    pass
+
+
+cdef packed struct RemovedKey:
+    uint32_t group
+    uint8_t width           # bytes of the digest, which follows
+
+
+cdef class RemovedRun(EventRun):
+    cdef Array array        # empty in a part of another run
+    cdef RemovedRun whole   # that other run, which has the rows
+    cdef char* rows
+    cdef size_t row_bytes
+    cdef size_t count
+    cdef object fields      # (medium, locality, ownership)
+
+    cdef RemovedKey* row(self, size_t i) noexcept
+    cdef RemovedRun part(self, size_t start, size_t stop)
+
+
+cdef struct StoredSpan:
+    uint32_t start          # its first row
+    uint32_t count          # rows, one behind the other in their prefix
+    uint32_t parent         # row of the parent, NO_RECORD when it is not resident
+    uint32_t block_size     # tokens
+    space_t space
+
+
+cdef class SnapshotRun(EventRun):
+    cdef Array digest_array     # `stride` bytes a row, parents before their children
+    cdef Array span_array
+    cdef StoredSpan* spans      # one event each
+    cdef size_t num_rows
+    cdef size_t num_spans
+    cdef uint32_t stride
+    cdef list spaces            # (group, width) of each space
+    cdef dict descriptions      # group -> further fields of its events
+    cdef object medium
+    cdef list details           # (EventDetail, its block) or None for each row; or None
+
+    cdef bytes digest(self, size_t row, size_t width)
+
+
+cdef class StoredRun(EventRun):
+    cdef bytes rows         # digests, `width` bytes each
+    cdef uint32_t width
+    cdef object parent      # digest, or None
+    cdef object token_ids   # list, or an array of our own
+    cdef object block_size
+    cdef object group
+    cdef object medium
+    cdef dict description   # further fields of the event; None values are left out
+
+
+cdef class BlockPool
+
+
+cdef class EventDetail:
+    cdef object token_ids   # array, `size` for each block of the registration
+    cdef object size
+    cdef dict extra_keys    # block of the registration -> keys, where it has some
+    cdef object lora_id
+    cdef object lora_name
+    cdef object session_id
+
+    cdef int describe(self, object event, size_t row) except -1
+
+
+cdef class EventSource:
+    cdef BlockPool pool
+    cdef object group
+    cdef object size
+
+    cdef object parent_digest(self, size_t i)
+    cdef object stored(self, size_t start, size_t stop, object parent)
+    cdef EventDetail detail(self, object stored)
+    cdef size_t detail_row(self, size_t i) except? 0
+
+
+cdef class RequestSource(EventSource):
+    cdef object request
+    cdef object hashes
+    cdef Py_ssize_t scale
+    cdef list digests
+    cdef list positions     # index of each row's block in the request
+    cdef object first       # the block with which the event for all rows begins
+
+    cdef object stored_range(self, object first, object last)
+
+
+cdef class BatchSource(EventSource):
+    cdef const block_id_t* ids
+    cdef HashBatch rows
+    cdef object first_parent
+    cdef object token_ids
+    cdef dict description
+    cdef object extra_keys
+
+
+cdef class RegistrationLog:
+    cdef BlockPool pool
+    cdef const block_id_t* ids
+    cdef const uint64_t* ends
+    cdef HashBatch rows
+    cdef uint64_t size
+    cdef space_t space
+    cdef EventSource source
+    cdef TokenBuffer parent_of      # of each row, as parents.pxd keeps it
+    cdef RemovedRun removed         # has room for all that can be replaced
+    cdef EventDetail detail         # to be kept for snapshots, or None
+    cdef bint truthful
+    cdef list steps                 # truthful: a RemovedRun or (start, stop, parent is resident)
+    cdef size_t start, stop         # rows of the run that is open, equal when none is
+    cdef bint parent_is_resident
+
+    cdef bint follows(self, size_t i) noexcept
+    cdef int find_parents(self) except -1
+    cdef int reserve_removals(self) except -1
+    cdef int replacing(self, size_t i) except -1
+    cdef int registered(self, size_t i, bint is_new) except -1
+    cdef bint has_resident_parent(self, size_t i) except -1
+    cdef int close(self) except -1
+    cdef int finish(self, object stored) except -1
 
 
 cdef enum:
@@ -52,6 +193,14 @@ cdef class BlockPool:
     cdef uint32_t num_pages
     cdef uint32_t num_exports       # numpy views of the key columns that are alive
     cdef uint32_t hash_width        # of the first key registered; 0 before it and after a reset
+    cdef Parents parents            # of registrations, while events are on
+    cdef dict group_block_sizes     # group -> tokens in a block, as last registered
+    cdef bint is_resetting          # and nothing that happens is to be told
+    cdef list details               # (EventDetail, its block) of each primary key; or None
+    cdef dict extra_details         # of records of the reverse index
+    cdef readonly bint truthful_events
+    cdef readonly bint detailed_snapshots
+    cdef readonly unsigned long long num_event_batches
     cdef readonly unsigned long long num_evicted_blocks
     cdef readonly object num_gpu_blocks
     cdef readonly uint32_t hash_block_size
@@ -59,6 +208,7 @@ cdef class BlockPool:
     cdef public bint enable_kv_cache_events
     cdef public object medium
     cdef public object metrics_collector
+    cdef public dict event_groups   # group -> GroupDescription, for events
     cdef public dict _reuse_watchers
     cdef dict __dict__
     cdef object __weakref__
@@ -86,7 +236,7 @@ cdef class BlockPool:
     cdef object registration(self, Holder holder, bint is_primary)
     cdef int check_available(self, int64_t count) except -1
     cdef bint is_observed(self)
-    cdef int allocate(self, block_id_t* ids, size_t count) except -1
+    cdef int allocate(self, block_id_t* ids, size_t count, bint compact) except -1
     cdef int announce_allocation(self, list taken, const block_id_t* ids, size_t count) except -1
     cdef int notify_reuse(self, list taken) except -1
     cdef bint evict(self, block_id_t id) except -1
@@ -96,23 +246,33 @@ cdef class BlockPool:
     cdef int release_in_turn(self, dict by_pool) except -1
     cdef object hash_sequence(self, object request, uint64_t block_size, Py_ssize_t* scale)
     cdef int register_full(
-        self, const block_id_t* ids, const uint64_t* ends, HashBatch batch, uint32_t group
+        self, const block_id_t* ids, const uint64_t* ends, HashBatch batch, uint32_t group,
+        uint64_t size, EventSource source, object stored,
+    ) except -1
+    cdef int register_steps(
+        self, const block_id_t* ids, const uint64_t* ends, HashBatch batch, uint32_t group,
+        size_t step, RegistrationLog log,
     ) except -1
     cdef int register_step(
         self, const block_id_t* ids, const uint64_t* ends, HashBatch batch, size_t first,
-        size_t total, uint32_t group
+        size_t total, uint32_t group, RegistrationLog log,
     ) except -1
-    cdef int register_one(
+    cdef bint register_one(
         self, block_id_t id, const Key* key, hash_t hash, uint32_t num_tokens
-    ) except -1
+    ) noexcept
     cdef void note_width(self, uint32_t width) noexcept
     cdef uint32_t num_page_slots(self) noexcept
     cdef int check_batch_width(self, HashBatch rows) except -1
     cdef uint64_t check_boundary(self, object num_tokens) except? 0
     cdef bint holds(self, block_id_t id, bytes digest, uint32_t group) except -1
     cdef int register_partial(
-        self, block_id_t id, bytes digest, uint64_t tokens, uint32_t group, bint replace
+        self, block_id_t id, bytes digest, uint64_t tokens, uint32_t group, bint replace,
+        object parent, object stored, EventDetail detail, bint compact,
     ) except -1
+    cdef int evict_all(self, const block_id_t* ids, size_t count, bint compact) except -1
+    cdef size_t evict_quietly(
+        self, const block_id_t* ids, size_t count, RemovedRun removed
+    ) noexcept
     cdef int move_run(self, block_id_t source, block_id_t target) except -1
     cdef int forget_keys(self) except -1
     cdef object types_of_events(self)
@@ -120,7 +280,33 @@ cdef class BlockPool:
         self, object request, list digests, object parent, object start, object end,
         object block_size, object group, list ranges
     )
-    cdef object make_stored_batch(
-        self, list digests, object parent, object token_ids, object block_size, object group
+    cdef dict describe(self, object group)
+    cdef tuple place_fields(self)
+    cdef BatchSource batch_source(
+        self, IdBatch batch, HashBatch rows, object parent, object token_ids, uint64_t size,
+        uint32_t group, object extra_keys, dict fields,
     )
-    cdef int emit_removed(self, list removed) except -1
+    cdef StoredRun partial_run(
+        self, bytes digest, object parent, object token_ids, uint32_t group
+    )
+    cdef RegistrationLog start_log(
+        self, const block_id_t* ids, const uint64_t* ends, HashBatch rows, uint32_t group,
+        uint64_t size, EventSource source,
+    )
+    cdef int reserve_parents(self) except -1
+    cdef RemovedRun log_for(self, const block_id_t* ids, size_t count)
+    cdef bint is_resident(self, object digest, uint32_t group) except -1
+    cdef int set_parent(self, object stored, object parent) except -1
+    cdef int emit(self, object event, bint compact) except -1
+    cdef int emit_removed(self, RemovedRun removed, bint compact) except -1
+    cdef int emit_arrival(self, bytes key) except -1
+    cdef int emit_departure(self, Holder holder) except -1
+    cdef int note_detail(
+        self, block_id_t id, bint as_extra, EventDetail detail, size_t row
+    ) except -1
+    cdef EventDetail request_detail(self, object request, object start, object end)
+    cdef object detail_of(self, Holder holder)
+    cdef record_id_t last_extra(self, block_id_t id) noexcept
+    cdef SnapshotRun take_snapshot(self)
+    cdef dict settings(self)
+    cdef int load_arrays(self, dict settings, dict arrays) except -1

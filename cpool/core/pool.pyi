@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from os import PathLike
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,11 +24,31 @@ class ContractError(ValueError, AssertionError):
 class BlockIdError(ContractError, IndexError):
     """A block id is out of range; nothing was changed."""
 
+class SavedPoolError(ValueError):
+    """A file is no saved pool, a damaged one, or one that this version cannot read."""
+
 class Registration(NamedTuple):
     block_hash: bytes
     kv_cache_group_id: int
     num_tokens: int | None
     is_primary: bool
+
+class EventSnapshot(NamedTuple):
+    events: SnapshotRun
+    sequence: int
+
+class EventRun:
+    @property
+    def num_events(self) -> int: ...
+    def expand(self, types: Any) -> list[Any]: ...
+    def encode_run(self, legacy_array: bool = False) -> bytes: ...
+
+class RemovedRun(EventRun): ...
+class StoredRun(EventRun): ...
+
+class SnapshotRun(EventRun):
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Any]: ...
 
 class KVCacheBlock:
     block_id: int
@@ -87,6 +108,13 @@ class BlockPool:
     medium: str
     metrics_collector: Any
     kv_event_queue: list[Any]
+    truthful_events: bool
+    detailed_snapshots: bool
+    event_groups: dict[int, tuple[str | None, int | None]]
+    event_locality: str | None
+    event_ownership: str | None
+    num_event_batches: int
+    reports_inserted_keys: bool
     def __init__(
         self,
         num_gpu_blocks: int,
@@ -95,6 +123,9 @@ class BlockPool:
         enable_kv_cache_events: bool = False,
         metrics_collector: Any = None,
         medium: str = "GPU",
+        *,
+        truthful_events: bool = False,
+        detailed_snapshots: bool = False,
     ) -> None: ...
     # vLLM's names and decisions; blocks are handles.
     @property
@@ -145,6 +176,8 @@ class BlockPool:
     def get_num_free_blocks(self) -> int: ...
     def get_usage(self) -> float: ...
     def take_events(self) -> list[Any]: ...
+    def take_event_runs(self, *, snapshot: bool = False) -> list[Any]: ...
+    def snapshot_events(self) -> EventSnapshot: ...
     def _insert_block_hash(
         self, block_hash_with_group_id: bytes, block: KVCacheBlock, num_tokens: int | None
     ) -> None: ...
@@ -161,6 +194,13 @@ class BlockPool:
         kv_cache_group_id: int,
         block_size: int,
         first_block: int = 0,  # ids[i] ends at token (first_block + i + 1) * block_size
+        *,
+        parent_hash: bytes | None = None,
+        token_ids: Any = None,
+        lora_id: int | None = None,
+        lora_name: str | None = None,
+        extra_keys: Sequence[tuple[Any, ...] | None] | None = None,
+        session_id: str | None = None,
     ) -> None: ...
     def cache_partial_id(
         self,
@@ -169,6 +209,9 @@ class BlockPool:
         num_tokens: int,
         kv_cache_group_id: int,
         replace_existing_hashes: bool = False,
+        *,
+        parent_hash: bytes | None = None,
+        token_ids: Any = None,
     ) -> None: ...
     def find_ids(self, hashes: Hashes, kv_cache_group_id: int) -> NDArray[np.int64]: ...
     def find_full_ids(
@@ -179,6 +222,10 @@ class BlockPool:
     def move_ids(self, src: int, dst: int) -> None: ...
     def free_queue_ids(self) -> NDArray[np.uint32]: ...  # in eviction order
     def registrations(self, block: KVCacheBlock | int) -> list[Registration]: ...
+    # The whole state as a file.
+    def save(self, path: str | PathLike[str]) -> None: ...
+    @classmethod
+    def load(cls, path: str | PathLike[str], metrics_collector: Any = None) -> Self: ...
     # What the pool holds.
     @property
     def nbytes(self) -> int: ...
@@ -195,4 +242,5 @@ class BlockPool:
     def num_registrations(self) -> int: ...  # (key, block) pairs
     @property
     def num_evicted_blocks(self) -> int: ...  # blocks whose keys left by reuse or evict
+    def table_stats(self) -> dict[str, int | float]: ...
     def check_consistency(self) -> None: ...

@@ -11,15 +11,19 @@ class would corrupt itself (double free, negative count, foreign id) this one ra
 """
 cimport cython
 from cpool.core cimport (
-    blocks, check, free_queue, keys, memory, registry, reverse_index, shared_keys, table,
+    blocks, check, free_queue, keys, memory, msgpack, parents, registry, reverse_index,
+    shared_keys, table, table_stats,
 )
-from cpool.core.keys cimport Key
-from cpool.core.memory cimport prefetch, prefetch_write
+from cpool.core.keys cimport Key, Space, MAX_SPACES
+from cpool.core.memory cimport Array, prefetch, prefetch_write
+from cpool.core.msgpack cimport Writer
+from cpool.core.parents cimport Parents
 from cpool.core.registry cimport Core, Holder
 from cpool.core.types cimport (
-    BlockState, block_id_t, hash_t, int32_t, int64_t, record_id_t, ref_t, space_t, uint8_t, uint32_t,
-    uint64_t, INDEX_MASK, LOOSE_FLAG, MAX_BLOCKS, MAX_HASH_BYTES, MAX_NUM_TOKENS, NO_RECORD,
-    NO_TOKENS_FLAG, NOT_QUEUED, SHARED, SPACE_MASK,
+    BlockState, block_id_t, hash_t, int32_t, int64_t, record_id_t, ref_t, space_t, uint8_t,
+    uint16_t, uint32_t, uint64_t, INDEX_MASK, LOOSE_FLAG, MAX_BLOCKS, MAX_HASH_BYTES,
+    MAX_NUM_TOKENS, NO_RECORD,
+    NO_TOKENS_FLAG, NOT_QUEUED, SHARED, SHARED_FLAG, SPACE_MASK,
 )
 from cpython.buffer cimport (
     Py_buffer, PyBUF_FORMAT, PyBUF_STRIDED_RO, PyBUF_WRITABLE, PyBuffer_FillInfo,
@@ -38,12 +42,19 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from cpool.core.contract import BlockIdError, ContractError, Registration
+from cpool.core import saving
+from cpool.core.contract import (
+    BlockIdError, ContractError, EventSnapshot, Registration, SavedPoolError,
+)
 from cpool.core.standalone import BlockHashToBlockMap, FreeKVCacheBlockQueue
 
 cdef extern from *:
     bint CPOOL_DEBUG
     void PyObject_GC_UnTrack(void* object)
+    # Objects made between a check and its commit could start the garbage collector, and then
+    # the __del__ of anything could call the pool. So there it is off.
+    int PyGC_Disable()
+    int PyGC_Enable()
 
 cdef enum:
     NULL_BLOCK = 0
@@ -59,8 +70,12 @@ cdef object KEY_DTYPE = np.dtype([("num_tokens", "<u4"), ("space", "<u2")])
 
 include "arguments.pxi"
 include "steps.pxi"
+include "event_runs.pxi"
+include "event_steps.pxi"
+include "snapshot.pxi"
 include "handles.pxi"
 include "views.pxi"
+include "save.pxi"
 
 
 cdef void* new_array(object array, Py_buffer* view) except NULL:
@@ -117,6 +132,12 @@ cdef class BlockPool:
         metrics_collector: Object with ``on_block_allocated``, ``on_block_accessed``,
             ``on_block_evicted`` (each called with a block) and ``reset``.
         medium: Storage medium that events report.
+        truthful_events: Whether a consumer of the events that keeps a set of (group, hash)
+            holds exactly the pool's keys after each batch. Off, the events are those of
+            vLLM, whose consumers forget keys that are still resident, among other things.
+        detailed_snapshots: Whether snapshots carry token ids, LoRA, extra keys and session, as
+            the events did. With events on that keeps the tokens of every resident block in
+            memory, four bytes each as a rule, and one small object a block.
 
     Raises:
         ContractError: A size is not an integer in its range.
@@ -126,6 +147,12 @@ cdef class BlockPool:
     logger = logging.getLogger("cpool")
     # Event classes and converters; None: those of cpool.events. A subclass may set others.
     event_types = None
+    # What events say about where the blocks are; None is left out.
+    event_locality = None
+    event_ownership = None
+    # Whether the truthful stream tells of keys that come through `_insert_block_hash`. False in
+    # a subclass whose callers report those themselves.
+    reports_inserted_keys = True
 
     def __cinit__(self, *args, **kwargs):
         self._reuse_watchers = {}
@@ -138,6 +165,9 @@ cdef class BlockPool:
         enable_kv_cache_events=False,
         metrics_collector=None,
         medium="GPU",
+        *,
+        truthful_events=False,
+        detailed_snapshots=False,
     ):
         if self.core.blocks.num_blocks:
             raise ContractError("a pool cannot be initialised twice")
@@ -152,6 +182,10 @@ cdef class BlockPool:
         self.enable_kv_cache_events = enable_kv_cache_events
         self.metrics_collector = metrics_collector
         self.medium = medium
+        self.truthful_events = truthful_events
+        self.detailed_snapshots = detailed_snapshots
+        self.event_groups = {}
+        self.group_block_sizes = {}
         self.kv_event_queue = []
         registry.init(&self.core, <uint32_t>num_blocks)
         free_queue.remove(&self.core.queue, NULL_BLOCK)
@@ -159,6 +193,7 @@ cdef class BlockPool:
     def __dealloc__(self):
         cdef uint32_t i, j
         cdef HandlePage* page
+        cdef bint collects = PyGC_Disable()
         for i in range(self.num_page_slots()):
             page = self.pages[i]
             if page == NULL:
@@ -167,7 +202,10 @@ cdef class BlockPool:
                 if page.handles[j] != NULL:
                     (<KVCacheBlock>page.handles[j]).detach()
             PyMem_RawFree(page)
+        if collects:
+            PyGC_Enable()
         memory.release(&self.pages_array)
+        parents.release(&self.parents)
         registry.release(&self.core)
 
     def __reduce__(self):
@@ -210,6 +248,10 @@ cdef class BlockPool:
         except BaseException:
             self.forget_handle(id)
             raise
+        if place[0] != NULL:
+            # The garbage collector ran, and a __del__ asked for the same block.
+            page.num_live -= 1
+            return <KVCacheBlock>place[0]
         # A pool's handle refers to no object, so the collector need not look at it.
         PyObject_GC_UnTrack(<void*>block)
         block.owner = <PyObject*>self
@@ -320,6 +362,7 @@ cdef class BlockPool:
             raise ContractError("the end of a free queue has no block hash")
         if key is None:
             if registry.has_primary(&self.core, id):
+                self.emit_departure(registry.primary(id))
                 registry.drop_primary(&self.core, id)
             return 0
         width = read_key(key, &wanted.digest, &group)
@@ -330,9 +373,11 @@ cdef class BlockPool:
         registry.prepare_keys(&self.core, width)
         wanted.space = registry.intern_space(&self.core, group, width)
         if registry.has_primary(&self.core, id):
+            self.emit_departure(registry.primary(id))
             registry.drop_primary(&self.core, id)
         registry.write_primary(&self.core, id, &wanted, flags, tokens)
-        return 0
+        note_parent(&self.core, &self.parents, id, False, 0)
+        return self.note_detail(id, False, None, 0)
 
     cdef int assign_primary_tokens(self, block_id_t id, object num_tokens) except -1:
         if id >= self.core.blocks.num_blocks or not registry.has_primary(&self.core, id):
@@ -352,8 +397,11 @@ cdef class BlockPool:
         cdef Key key
         cdef keys.Space space
         cdef Holder other
+        cdef uint64_t num_keys
         if not self.core.blocks.keys[id].space & LOOSE_FLAG:
             return 0
+        if id == NULL_BLOCK:
+            raise ContractError("the null block is never registered")
         key = registry.key_of(&self.core, registry.primary(id))
         space = self.core.spaces[key.space]
         registry.reserve(&self.core, space.group, space.width, 1, 0)
@@ -361,7 +409,10 @@ cdef class BlockPool:
         if registry.find_held_by(&self.core, &key, id, &other):
             return 0
         self.core.blocks.keys[id].space &= ~<space_t>LOOSE_FLAG
+        num_keys = self.core.table.num_used
         registry.link(&self.core, registry.primary(id), registry.hash_of(&self.core, &key))
+        if self.core.table.num_used != num_keys:
+            self.emit_arrival(self.key_bytes(registry.primary(id)))
         return 0
 
     cdef int insert_key(self, object key, block_id_t id, object num_tokens) except -1:
@@ -371,6 +422,8 @@ cdef class BlockPool:
         cdef uint32_t group
         cdef uint32_t tokens = 0
         cdef space_t flags = 0
+        cdef bint as_extra
+        cdef uint64_t num_keys
         cdef int width = read_key(key, &wanted.digest, &group)
         if id == NULL_BLOCK:
             raise ContractError("the null block is never registered")
@@ -383,12 +436,17 @@ cdef class BlockPool:
         wanted.space = registry.find_space(&self.core, group, width)
         if registry.find_held_by(&self.core, &wanted, id, &holder):
             return 0
-        wanted.space = registry.reserve(
-            &self.core, group, width, 1, registry.has_primary(&self.core, id)
-        )
+        as_extra = registry.has_primary(&self.core, id)
+        wanted.space = registry.reserve(&self.core, group, width, 1, as_extra)
+        self.reserve_parents()
+        num_keys = self.core.table.num_used
         registry.register(
             &self.core, id, &wanted, registry.hash_of(&self.core, &wanted), flags, tokens
         )
+        note_parent(&self.core, &self.parents, id, as_extra, 0)
+        self.note_detail(id, as_extra, None, 0)
+        if self.core.table.num_used != num_keys:
+            self.emit_arrival(key)
         return 0
 
     cdef bint look_up(self, object key, Key* wanted, Holder* holder) except -1:
@@ -491,7 +549,7 @@ cdef class BlockPool:
         self.check_batch_width(batch)
         found = empty(count, int64_dtype)
         space = registry.find_space(&self.core, group_id, batch.width)
-        if space and count:
+        if space and count and self.core.table.cells != NULL:
             count = registry.find_batch(
                 &self.core, batch.rows, batch.row_bytes, count, space, multiple_of, prefix,
                 <int64_t*>new_array(found, &view),
@@ -581,29 +639,45 @@ cdef class BlockPool:
 
     cdef bint is_observed(self):
         # Whether allocation has to call back for every block.
-        return bool(
-            self._reuse_watchers or self.metrics_collector is not None
-            or self.enable_kv_cache_events
-        )
+        return bool(self._reuse_watchers or self.metrics_collector is not None)
 
-    cdef int allocate(self, block_id_t* ids, size_t count) except -1:
+    cdef int allocate(self, block_id_t* ids, size_t count, bint compact) except -1:
         # Takes the first `count` blocks out of the queue into `ids`.
         cdef size_t i
-        head_run(&self.core, ids, count)
+        cdef RemovedRun removed = None
+        cdef bint collects
+        # A collection between check and commit could run a __del__ that changes the queue.
         if self.is_observed():
-            blocks_taken = self.handles_of(ids, count)
-            free_queue.take_head_run(&self.core.queue, ids, count)
+            collects = PyGC_Disable()
+            try:
+                self.check_available(count)
+                head_run(&self.core, ids, count)
+                blocks_taken = self.handles_of(ids, count)
+                free_queue.take_head_run(&self.core.queue, ids, count)
+            finally:
+                if collects:
+                    PyGC_Enable()
             try:
                 self.announce_allocation(blocks_taken, ids, count)
             except BaseException:
                 put_back(&self.core, ids, count)
                 raise
             return 0
-        free_queue.take_head_run(&self.core.queue, ids, count)
+        collects = self.enable_kv_cache_events and PyGC_Disable()
+        try:
+            self.check_available(count)
+            head_run(&self.core, ids, count)
+            if self.enable_caching:
+                removed = self.log_for(ids, count)
+            free_queue.take_head_run(&self.core.queue, ids, count)
+        finally:
+            if collects:
+                PyGC_Enable()
         if self.enable_caching:
-            self.num_evicted_blocks += evict_run(&self.core, ids, count)
+            self.num_evicted_blocks += self.evict_quietly(ids, count, removed)
         for i in range(count):
             self.core.blocks.states[ids[i]].ref_cnt = 1
+        self.emit_removed(removed, compact)
         return 0
 
     cdef int announce_allocation(self, list taken, const block_id_t* ids, size_t count) except -1:
@@ -631,15 +705,16 @@ cdef class BlockPool:
 
     cdef bint evict(self, block_id_t id) except -1:
         # All keys of a block leave, with hooks and events. Whether the table knew it.
-        cdef list removed
+        cdef RemovedRun removed
         if self.metrics_collector is not None:
             self.metrics_collector.on_block_evicted(self.handle(id))
-        removed = self.keys_of(id) if self.enable_kv_cache_events else None
+        removed = self.log_for(&id, 1)
+        if removed is not None:
+            log_keys(&self.core, id, removed, self.truthful_events)
         if registry.drop_keys(&self.core, id) == 0:
             return False
         self.num_evicted_blocks += 1
-        if removed:
-            self.emit_removed(removed)
+        self.emit_removed(removed, False)
         return True
 
     def get_new_blocks(self, num_blocks):
@@ -656,13 +731,18 @@ cdef class BlockPool:
         """
         cdef int64_t count = read_count(num_blocks, "num_blocks", 0, (1 << 62))
         cdef IdBuffer buffer
+        cdef list result
+        cdef int64_t i
         self.check_available(count)
         if count == 0:
             return []
         buffer = make_buffer(count)
         head_run(&self.core, buffer.ids, count)
         result = self.handles_of(buffer.ids, count)
-        self.allocate(buffer.ids, count)
+        self.allocate(buffer.ids, count, False)
+        # The same blocks, unless making their handles ran a __del__ that changed the queue.
+        for i in range(count):
+            result[i] = self.handle(buffer.ids[i])
         self.after()
         return result
 
@@ -677,7 +757,7 @@ cdef class BlockPool:
         self.check_available(count)
         result = empty(count, uint32_dtype)
         if count:
-            self.allocate(<block_id_t*>new_array(result, &view), count)
+            self.allocate(<block_id_t*>new_array(result, &view), count, True)
         self.after()
         return result
 
@@ -696,15 +776,19 @@ cdef class BlockPool:
     def touch_ids(self, ids):
         """As `touch`, with an array of block ids."""
         cdef IdBatch batch = read_ids(ids, self.core.blocks.num_blocks)
+        if self.metrics_collector is not None:
+            copy_ids(batch)
         self.touch_run(batch.ids, batch.count)
 
     cdef int touch_run(self, const block_id_t* ids, size_t count) except -1:
+        # With a collector the caller's array was copied: what it calls may write to it.
         cdef size_t i
         check_touch(&self.core, ids, count)
         if self.metrics_collector is None:
             commit_touch(&self.core, ids, count)
         else:
             for i in range(count):
+                check_touch(&self.core, ids + i, 1)
                 commit_touch(&self.core, ids + i, 1)
                 self.metrics_collector.on_block_accessed(self.handle(ids[i]))
         self.after()
@@ -886,6 +970,7 @@ cdef class BlockPool:
         cdef list digests = []
         cdef IdBuffer buffer
         cdef TokenBuffer ends
+        cdef RequestSource source = None
         cdef size_t count = 0
         if first >= last:
             return
@@ -915,25 +1000,56 @@ cdef class BlockPool:
         check_new_keys(&self.core, buffer.ids, ends.values, count)
         stored = None
         if positions is not None:
-            parent = hashes[first * scale - 1] if first else None
-            stored = self.make_stored(
-                request, digests, parent, first * size, last * size, size, group,
-                [(position * size, (position + 1) * size) for position in positions],
-            )
-        self.register_full(buffer.ids, ends.values, batch, group)
-        if stored is not None:
-            self.kv_event_queue.append(stored)
+            source = RequestSource.__new__(RequestSource)
+            source.pool = self
+            source.group = group
+            source.size = size
+            source.request = request
+            source.hashes = hashes
+            source.scale = scale
+            source.digests = digests
+            source.positions = positions
+            source.first = positions[0] if self.truthful_events and count else first
+            if not self.truthful_events:
+                stored = source.stored_range(first, last)
+            elif count:
+                stored = source.stored(0, count, None)
+        self.register_full(buffer.ids, ends.values, batch, group, size, source, stored)
         self.after()
 
     cdef int register_full(
-        self, const block_id_t* ids, const uint64_t* ends, HashBatch batch, uint32_t group
+        self, const block_id_t* ids, const uint64_t* ends, HashBatch batch, uint32_t group,
+        uint64_t size, EventSource source, object stored,
     ) except -1:
         # The commit of both grains. Registers row i for ids[i], which check_new_keys passed.
+        # With events on `source` describes the rows and `stored` is the event for all of them.
         # Memory is reserved for the worst case: every key is already another block's. For a
         # large batch that is much, so it goes step by step where steps can be undone.
-        cdef size_t step = batch.count, start = 0, count
+        cdef size_t step = batch.count
+        cdef RegistrationLog log = None
+        cdef bint collects
+        if source is not None:
+            log = self.start_log(ids, ends, batch, group, size, source)
+            if self.detailed_snapshots and stored is not None:
+                log.detail = source.detail(stored)
         if batch.count > STEP and not any_has_keys(&self.core, ids, batch.count):
             step = STEP
+        # The log makes objects while blocks are registered; a collection could run a __del__.
+        collects = log is not None and PyGC_Disable()
+        try:
+            self.register_steps(ids, ends, batch, group, step, log)
+        finally:
+            if collects:
+                PyGC_Enable()
+        if log is not None:
+            log.finish(stored)
+        return 0
+
+    cdef int register_steps(
+        self, const block_id_t* ids, const uint64_t* ends, HashBatch batch, uint32_t group,
+        size_t step, RegistrationLog log,
+    ) except -1:
+        cdef size_t start = 0, count
         while start < batch.count:
             count = min(step, batch.count - start)
             try:
@@ -941,22 +1057,26 @@ cdef class BlockPool:
                     &self.core, group, batch.width, count,
                     count_extra(&self.core, ids + start, count),
                 )
+                if log is not None and start == 0:
+                    self.reserve_parents()
+                    log.reserve_removals()
             except (MemoryError, ValueError):
                 drop_all(&self.core, ids, start)
                 raise
             self.note_width(batch.width)
-            self.register_step(ids + start, ends + start, batch, start, count, group)
+            self.register_step(ids + start, ends + start, batch, start, count, group, log)
             start += count
         return 0
 
     cdef int register_step(
         self, const block_id_t* ids, const uint64_t* ends, HashBatch batch, size_t first,
-        size_t total, uint32_t group,
+        size_t total, uint32_t group, RegistrationLog log,
     ) except -1:
-        # After reserve().
+        # After reserve(). Row `first` belongs to ids[0].
         cdef hash_t hashes[registry.PIPELINE]
         cdef const uint8_t* rows = batch.rows + first * batch.row_bytes
         cdef size_t start = 0, count, i
+        cdef bint is_new
         cdef Key key
         key.space = registry.find_space(&self.core, group, batch.width)
         while start < total:
@@ -967,28 +1087,44 @@ cdef class BlockPool:
                 table.prefetch_home(&self.core.table, hashes[i - start])
                 prefetch_write(&self.core.blocks.keys[ids[i]])
                 prefetch_write(blocks.digest_slot(&self.core.blocks, ids[i]))
+                if log is not None:
+                    prefetch_write(&self.parents.of_block[ids[i]])
             for i in range(start, start + count):
-                if ids[i] != NULL_BLOCK:
-                    key.digest = rows + i * batch.row_bytes
+                if ids[i] == NULL_BLOCK:
+                    continue
+                key.digest = rows + i * batch.row_bytes
+                if log is None:
                     self.register_one(ids[i], &key, hashes[i - start], <uint32_t>ends[i])
+                else:
+                    if registry.has_primary(&self.core, ids[i]):
+                        log.replacing(first + i)
+                    is_new = self.register_one(
+                        ids[i], &key, hashes[i - start], <uint32_t>ends[i]
+                    )
+                    self.parents.of_block[ids[i]] = log.parent_of.values[first + i]
+                    if self.truthful_events:
+                        log.registered(first + i, is_new)
+                    if self.detailed_snapshots:
+                        self.note_detail(
+                            ids[i], False, log.detail, log.source.detail_row(first + i)
+                        )
             start += count
         return 0
 
-    cdef int register_one(
+    cdef bint register_one(
         self, block_id_t id, const Key* key, hash_t hash, uint32_t num_tokens
-    ) except -1:
+    ) noexcept:
+        # Whether the table did not have the key.
         cdef Holder holder
-        cdef list removed
+        cdef uint64_t num_keys
         if registry.has_primary(&self.core, id):
-            removed = self.keys_of(id) if self.enable_kv_cache_events else None
             registry.drop_keys(&self.core, id)
-            if removed:
-                self.emit_removed(removed)
         elif reverse_index.first(&self.core.index, id) != NO_RECORD:
             if registry.find_held_by(&self.core, key, id, &holder):
-                return 0
+                return False
+        num_keys = self.core.table.num_used
         registry.register(&self.core, id, key, hash, 0, num_tokens)
-        return 0
+        return self.core.table.num_used != num_keys
 
     def cache_full_ids(
         self,
@@ -1000,6 +1136,10 @@ cdef class BlockPool:
         *,
         parent_hash=None,
         token_ids=None,
+        lora_id=None,
+        lora_name=None,
+        extra_keys=None,
+        session_id=None,
     ):
         """Register full blocks: ``ids[i]`` under ``hashes[i]``.
 
@@ -1013,7 +1153,13 @@ cdef class BlockPool:
             first_block: Index of ``ids[0]`` in its request, so that ``hashes[i]`` covers
                 ``(first_block + i + 1) * block_size`` tokens.
             parent_hash: For events only: the digest before ``hashes[0]``, as bytes.
-            token_ids: For events only: the n * block_size tokens of the blocks.
+            token_ids: For events only: the n * block_size tokens of the blocks, an array or
+                a sequence of int. Copied, unless it is an array that is read-only.
+            lora_id: For events only: the adapter's number.
+            lora_name: For events only: the adapter's name.
+            extra_keys: For events only: per block None or a tuple of what beside tokens went
+                into its hash.
+            session_id: For events only: the request's session.
 
         Raises:
             ContractError: A block has a key that is not shorter, or a number is out of range;
@@ -1026,6 +1172,7 @@ cdef class BlockPool:
         cdef uint32_t group = read_group(kv_cache_group_id)
         cdef HashBatch rows = read_hashes(hashes, batch.count, self.hash_width)
         cdef TokenBuffer ends
+        cdef BatchSource source = None
         cdef size_t i
         if size % self.hash_block_size:
             raise ContractError(
@@ -1038,11 +1185,12 @@ cdef class BlockPool:
         check_new_keys(&self.core, batch.ids, ends.values, batch.count)
         stored = None
         if self.enable_kv_cache_events and batch.count:
-            digests = [rows.row(i) for i in range(batch.count) if batch.ids[i] != NULL_BLOCK]
-            stored = self.make_stored_batch(digests, parent_hash, token_ids, size, group)
-        self.register_full(batch.ids, ends.values, rows, group)
-        if stored is not None:
-            self.kv_event_queue.append(stored)
+            source = self.batch_source(
+                batch, rows, parent_hash, token_ids, size, group, extra_keys,
+                {"lora_id": lora_id, "lora_name": lora_name, "session_id": session_id},
+            )
+            stored = source.stored(0, batch.count, parent_hash)
+        self.register_full(batch.ids, ends.values, rows, group, size, source, stored)
         self.after()
 
     cdef void note_width(self, uint32_t width) noexcept:
@@ -1109,19 +1257,28 @@ cdef class BlockPool:
         digest = hashes[boundary - 1]
         if not isinstance(digest, bytes):
             raise TypeError(f"a block hash must be bytes, not {type(digest).__name__}")
-        stored = None
+        stored = parent = detail = None
         if self.enable_kv_cache_events and (
             replace_existing_hashes or not self.holds(id, digest, group)
         ):
-            parent = hashes[boundary - 2] if boundary > 1 else None
-            start = tokens - self.hash_block_size
+            # The parent is the last boundary at which whole blocks end; vLLM's events name
+            # the one before, which it need not have published.
+            start = (tokens - 1) // size * size
+            parent = hashes[start // self.hash_block_size - 1] if start else None
+            named = parent
+            if self.detailed_snapshots:
+                detail = self.request_detail(request, start, tokens)
+            if not self.truthful_events:
+                named = hashes[boundary - 2] if boundary > 1 else None
+                start = tokens - self.hash_block_size
             stored = self.make_stored(
-                request, [digest], parent, start, tokens, self.hash_block_size, group,
+                request, [digest], named, start, tokens, tokens - start, group,
                 [(start, tokens)],
             )
-        self.register_partial(id, digest, tokens, group, replace_existing_hashes)
-        if stored is not None:
-            self.kv_event_queue.append(stored)
+            self.group_block_sizes[group] = size
+        self.register_partial(
+            id, digest, tokens, group, replace_existing_hashes, parent, stored, detail, False
+        )
         self.after()
         return make_key(
             <const uint8_t*>PyBytes_AS_STRING(digest), <uint32_t>len(digest), group
@@ -1134,6 +1291,9 @@ cdef class BlockPool:
         num_tokens,
         kv_cache_group_id,
         replace_existing_hashes=False,
+        *,
+        parent_hash=None,
+        token_ids=None,
     ):
         """As `cache_partial_block`, with a block id and the digest at the boundary.
 
@@ -1143,6 +1303,8 @@ cdef class BlockPool:
             num_tokens: Prefix tokens that it covers, a multiple of ``hash_block_size``.
             kv_cache_group_id: Group that owns the key.
             replace_existing_hashes: All keys that the block has leave.
+            parent_hash: For events only: the digest where the block before it ends, bytes.
+            token_ids: For events only: the tokens since then.
         """
         cdef block_id_t id = self.check_id(block_id)
         cdef uint32_t group = read_group(kv_cache_group_id)
@@ -1156,16 +1318,17 @@ cdef class BlockPool:
             )
         if id == NULL_BLOCK:
             return
-        stored = None
+        stored = detail = None
         if self.enable_kv_cache_events and (
             replace_existing_hashes or not self.holds(id, block_hash, group)
         ):
-            stored = self.make_stored_batch(
-                [block_hash], None, None, self.hash_block_size, group
-            )
-        self.register_partial(id, block_hash, tokens, group, replace_existing_hashes)
-        if stored is not None:
-            self.kv_event_queue.append(stored)
+            stored = self.partial_run(block_hash, parent_hash, token_ids, group)
+            if self.detailed_snapshots and token_ids is not None:
+                detail = make_detail(copy_tokens(token_ids, 0, None), len(token_ids))
+        self.register_partial(
+            id, block_hash, tokens, group, replace_existing_hashes, parent_hash, stored, detail,
+            True,
+        )
         self.after()
 
     cdef uint64_t check_boundary(self, object num_tokens) except? 0:
@@ -1195,11 +1358,17 @@ cdef class BlockPool:
         return registry.find_held_by(&self.core, &key, id, &holder)
 
     cdef int register_partial(
-        self, block_id_t id, bytes digest, uint64_t tokens, uint32_t group, bint replace
+        self, block_id_t id, bytes digest, uint64_t tokens, uint32_t group, bint replace,
+        object parent, object stored, EventDetail detail, bint compact,
     ) except -1:
+        # `parent` is the digest before the block, `stored` the event or run, or None.
         cdef Key key
+        cdef RemovedRun removed = None
         cdef uint32_t width = <uint32_t>PyBytes_GET_SIZE(digest)
         cdef bint drops = replace
+        cdef bint as_extra
+        cdef uint64_t num_keys
+        cdef uint64_t noted = low_bits(parent)
         if not replace:
             if self.holds(id, digest, group):
                 return 0
@@ -1211,15 +1380,29 @@ cdef class BlockPool:
         key.digest = <const uint8_t*>PyBytes_AS_STRING(digest)
         check_width(width)
         key.space = registry.reserve(&self.core, group, width, 1, 0 if drops else 1)
+        self.reserve_parents()
         self.note_width(width)
         if drops:
-            removed = self.keys_of(id) if self.enable_kv_cache_events else None
+            removed = self.log_for(&id, 1)
+            if removed is not None:
+                log_keys(&self.core, id, removed, self.truthful_events)
             registry.drop_keys(&self.core, id)
-            if removed:
-                self.emit_removed(removed)
+        as_extra = registry.has_primary(&self.core, id)
+        num_keys = self.core.table.num_used
         registry.register(
             &self.core, id, &key, registry.hash_of(&self.core, &key), 0, <uint32_t>tokens
         )
+        note_parent(&self.core, &self.parents, id, as_extra, noted)
+        self.note_detail(id, as_extra, detail, 0)
+        self.emit_removed(removed, compact)
+        if stored is None:
+            return 0
+        if self.truthful_events:
+            if self.core.table.num_used == num_keys:
+                return 0
+            if not self.is_resident(parent, group):
+                self.set_parent(stored, None)
+        self.emit(stored, compact)
         return 0
 
     def move_block_hashes(self, src_block, dst_block):
@@ -1237,6 +1420,8 @@ cdef class BlockPool:
     cdef int move_run(self, block_id_t source, block_id_t target) except -1:
         cdef uint8_t digest[MAX_HASH_BYTES]
         cdef Holder holder
+        cdef uint64_t parent
+        cdef bint as_extra
         if registry.has_primary(&self.core, target):
             raise ContractError(f"block {target} already has a hash")
         if reverse_index.first(&self.core.index, target) != NO_RECORD:
@@ -1247,13 +1432,24 @@ cdef class BlockPool:
             if self.core.blocks.keys[source].space & LOOSE_FLAG:
                 registry.drop_primary(&self.core, source)
             else:
+                parent = parents.of(&self.parents, source, NO_RECORD)
+                kept = self.detail_of(registry.primary(source))
                 registry.move_key(&self.core, registry.primary(source), target, digest)
+                note_parent(&self.core, &self.parents, target, False, parent)
+                if kept is not None:
+                    self.note_detail(target, False, kept[0], kept[1])
         holder.block = source
         while True:
             holder.extra = reverse_index.first(&self.core.index, source)
             if holder.extra == NO_RECORD:
                 break
+            parent = parents.of(&self.parents, source, holder.extra)
+            kept = self.detail_of(holder)
+            as_extra = registry.has_primary(&self.core, target)
             registry.move_key(&self.core, holder, target, digest)
+            note_parent(&self.core, &self.parents, target, as_extra, parent)
+            if kept is not None:
+                self.note_detail(target, as_extra, kept[0], kept[1])
         self.after()
         return 0
 
@@ -1279,9 +1475,12 @@ cdef class BlockPool:
         Raises:
             BlockIdError: An id is out of range; nothing was changed.
         """
-        ids = [self.check_id(id) for id in block_ids]
-        for id in ids:
-            self.evict(id)
+        cdef list ids = [self.check_id(id) for id in block_ids]
+        cdef IdBuffer buffer = make_buffer(len(ids))
+        cdef size_t i
+        for i in range(buffer.count):
+            buffer.ids[i] = ids[i]
+        self.evict_all(buffer.ids, buffer.count, False)
         self.after()
 
     def evict_ids(self, ids):
@@ -1292,14 +1491,30 @@ cdef class BlockPool:
         """
         cdef IdBatch batch = read_ids(ids, self.core.blocks.num_blocks)
         cdef unsigned long long before = self.num_evicted_blocks
-        cdef size_t i
-        if self.metrics_collector is None and not self.enable_kv_cache_events:
-            self.num_evicted_blocks += evict_run(&self.core, batch.ids, batch.count)
-        else:
-            for i in range(batch.count):
-                self.evict(batch.ids[i])
+        if self.metrics_collector is not None:
+            copy_ids(batch)
+        self.evict_all(batch.ids, batch.count, True)
         self.after()
         return self.num_evicted_blocks - before
+
+    cdef int evict_all(self, const block_id_t* ids, size_t count, bint compact) except -1:
+        cdef RemovedRun removed
+        cdef size_t i
+        if self.metrics_collector is not None:
+            for i in range(count):
+                self.evict(ids[i])
+            return 0
+        removed = self.log_for(ids, count)
+        self.num_evicted_blocks += self.evict_quietly(ids, count, removed)
+        return self.emit_removed(removed, compact)
+
+    cdef size_t evict_quietly(
+        self, const block_id_t* ids, size_t count, RemovedRun removed
+    ) noexcept:
+        # `removed` is from log_for(). Returns how many of the blocks the table knew.
+        if removed is None:
+            return evict_run(&self.core, ids, count)
+        return evict_logged(&self.core, ids, count, removed, self.truthful_events)
 
     def reset_prefix_cache(self):
         """Forget all keys, and give back the memory that they took.
@@ -1315,17 +1530,21 @@ cdef class BlockPool:
             )
             return False
         self.forget_keys()
+        # A consumer learns of the reset at its end: of what watchers do meanwhile nothing
+        # survives, so the truthful stream does not mention it.
+        self.is_resetting = self.truthful_events
         try:
             if self._reuse_watchers:
                 self.notify_reuse([self.handle(id) for id in list(self._reuse_watchers)])
         finally:
             # A watcher may have registered something: nothing of it survives the reset.
+            self.is_resetting = False
             self.forget_keys()
             if self.metrics_collector is not None:
                 self.metrics_collector.reset()
             self.logger.info("Successfully reset prefix cache")
             if self.enable_kv_cache_events:
-                self.kv_event_queue.append(self.types_of_events().AllBlocksCleared())
+                self.emit(self.types_of_events().AllBlocksCleared(), False)
         self.after()
         return True
 
@@ -1338,6 +1557,9 @@ cdef class BlockPool:
                 "delete them before the reset"
             )
         registry.drop_key_storage(&self.core)
+        parents.release(&self.parents)
+        self.details = None
+        self.extra_details = None
         self.hash_width = 0
         return 0
 
@@ -1364,7 +1586,7 @@ cdef class BlockPool:
             )
             extra_keys.append(block_keys)
         lora = request.lora_request
-        return types.BlockStored(
+        stored = types.BlockStored(
             block_hashes=[types.external_hash(digest) for digest in digests],
             parent_block_hash=None if parent is None else types.external_hash(parent),
             token_ids=request.all_token_ids[start:end],
@@ -1376,41 +1598,183 @@ cdef class BlockPool:
             group_idx=group,
             session_id=getattr(request, "session_id", None),
         )
+        for name, value in self.describe(group).items():
+            setattr(stored, name, value)
+        return stored
 
-    cdef object make_stored_batch(
-        self, list digests, object parent, object token_ids, object block_size, object group
+    cdef dict describe(self, object group):
+        # What events say about a group and the place of its blocks; mostly nothing.
+        cdef dict fields = {}
+        if self.event_groups:
+            kind, window = self.event_groups.get(group, (None, None))
+            if kind is not None:
+                fields["kv_cache_spec_kind"] = kind
+            if window is not None:
+                fields["kv_cache_spec_sliding_window"] = window
+        if self.event_locality is not None:
+            fields["locality"] = self.event_locality
+        if self.event_ownership is not None:
+            fields["ownership"] = self.event_ownership
+        return fields
+
+    cdef tuple place_fields(self):
+        # What removals say beside hash and group.
+        return (self.medium, self.event_locality, self.event_ownership)
+
+    cdef BatchSource batch_source(
+        self, IdBatch batch, HashBatch rows, object parent, object token_ids, uint64_t size,
+        uint32_t group, object extra_keys, dict fields,
     ):
+        cdef BatchSource source = BatchSource.__new__(BatchSource)
+        low_bits(parent)
+        if token_ids is not None and <uint64_t>len(token_ids) != batch.count * size:
+            raise ContractError(
+                f"{len(token_ids)} token_ids for {batch.count} blocks of {size} tokens"
+            )
+        if extra_keys is not None and <size_t>len(extra_keys) != batch.count:
+            raise ContractError(f"{len(extra_keys)} extra_keys for {batch.count} blocks")
+        source.pool = self
+        source.group = group
+        source.size = size
+        source.ids = batch.ids
+        source.rows = rows
+        source.first_parent = parent
+        source.token_ids = token_ids
+        source.extra_keys = extra_keys
+        fields.update(self.describe(group))
+        source.description = fields
+        return source
+
+    cdef StoredRun partial_run(
+        self, bytes digest, object parent, object token_ids, uint32_t group
+    ):
+        cdef StoredRun run = StoredRun.__new__(StoredRun)
+        low_bits(parent)
+        run.rows = digest
+        run.width = <uint32_t>len(digest)
+        run.parent = parent
+        run.token_ids = copy_tokens(token_ids, 0, None)
+        run.block_size = len(run.token_ids) or self.hash_block_size
+        run.group = group
+        run.medium = self.medium
+        run.description = self.describe(group)
+        return run
+
+    cdef RegistrationLog start_log(
+        self, const block_id_t* ids, const uint64_t* ends, HashBatch rows, uint32_t group,
+        uint64_t size, EventSource source,
+    ):
+        cdef RegistrationLog log = RegistrationLog.__new__(RegistrationLog)
+        log.pool = self
+        log.ids = ids
+        log.ends = ends
+        log.rows = rows
+        log.size = size
+        log.source = source
+        log.truthful = self.truthful_events
+        log.steps = []
+        log.find_parents()
+        self.group_block_sizes[group] = size
+        return log
+
+    cdef int reserve_parents(self) except -1:
+        # Before a registration: room to note its parent, while somebody may ask for it.
+        if self.enable_kv_cache_events or self.parents.of_block != NULL:
+            parents.reserve(
+                &self.parents, self.core.blocks.num_blocks,
+                <size_t>self.core.index.extras.num_chunks << self.core.index.extras.chunk_shift,
+            )
+        return 0
+
+    cdef RemovedRun log_for(self, const block_id_t* ids, size_t count):
+        # Room for all keys of the blocks; None when no event will be due. Nothing that could
+        # run other code stands between the count and what the caller does next.
+        cdef RemovedRun run
+        if not self.enable_kv_cache_events or self.core.blocks.keys == NULL:
+            return None
+        run = RemovedRun.__new__(RemovedRun)
+        run.fields = self.place_fields()
+        reserve_removed(run, count_keys(&self.core, ids, count), self.core.blocks.stride)
+        return run
+
+    cdef bint is_resident(self, object digest, uint32_t group) except -1:
+        # Whether a key is in the table; None is not.
+        cdef Key key
+        cdef Holder holder
+        if digest is None:
+            return False
+        key.digest = <const uint8_t*>PyBytes_AS_STRING(digest)
+        key.space = registry.find_space(&self.core, group, <uint32_t>PyBytes_GET_SIZE(digest))
+        return registry.find_first(&self.core, &key, &holder)
+
+    cdef int set_parent(self, object stored, object parent) except -1:
+        if isinstance(stored, StoredRun):
+            (<StoredRun>stored).parent = parent
+        else:
+            stored.parent_block_hash = (
+                None if parent is None else self.types_of_events().external_hash(parent)
+            )
+        return 0
+
+    cdef int emit(self, object event, bint compact) except -1:
+        # An event, or a run that is expanded at once unless `compact`.
+        if self.is_resetting:
+            return 0
+        queue = self.kv_event_queue
+        if compact or not isinstance(event, EventRun):
+            queue.append(event)
+        else:
+            for single in event.expand(self.types_of_events()):
+                queue.append(single)
+        return 0
+
+    cdef int emit_removed(self, RemovedRun removed, bint compact) except -1:
+        if removed is not None and removed.count:
+            self.emit(removed, compact)
+        return 0
+
+    cdef int emit_arrival(self, bytes key) except -1:
+        # A key that was registered by itself, without its request.
+        if not self.enable_kv_cache_events or not self.truthful_events:
+            return 0
+        if not self.reports_inserted_keys:
+            return 0
         types = self.types_of_events()
-        return types.BlockStored(
-            block_hashes=[types.external_hash(digest) for digest in digests],
-            parent_block_hash=None if parent is None else types.external_hash(parent),
-            token_ids=[] if token_ids is None else list(token_ids),
-            block_size=block_size,
+        width = len(key) - 4
+        group = int.from_bytes(key[width:], "big")
+        stored = types.BlockStored(
+            block_hashes=[types.external_hash(key[:width])],
+            parent_block_hash=None,
+            token_ids=[],
+            block_size=self.hash_block_size,
             lora_id=None,
             medium=self.medium,
             lora_name=None,
-            extra_keys=types.event_extra_keys([None] * len(digests)),
             group_idx=group,
-            session_id=None,
         )
+        for name, value in self.describe(group).items():
+            setattr(stored, name, value)
+        return self.emit(stored, False)
 
-    cdef int emit_removed(self, list removed) except -1:
-        types = self.types_of_events()
-        for key in removed:
-            width = len(key) - 4
-            self.kv_event_queue.append(
-                types.BlockRemoved(
-                    block_hashes=[types.external_hash(key[:width])],
-                    medium=self.medium,
-                    group_idx=int.from_bytes(key[width:], "big"),
-                )
-            )
-        return 0
+    cdef int emit_departure(self, Holder holder) except -1:
+        # Before one registration is taken away by itself.
+        cdef RemovedRun removed
+        if not self.enable_kv_cache_events or not self.truthful_events:
+            return 0
+        if registry.flagged_space(&self.core, holder) & LOOSE_FLAG:
+            return 0
+        removed = RemovedRun.__new__(RemovedRun)
+        removed.fields = self.place_fields()
+        reserve_removed(removed, 1, self.core.blocks.stride)
+        log_key(&self.core, holder, removed, True)
+        return self.emit_removed(removed, False)
 
     def emit_cached_block_events(
         self, request, num_cached_blocks, block_size, kv_cache_group_id
     ):
         """Report blocks that a request reuses as stored, without changing anything.
+
+        With truthful events there is nothing to report: consumers know of these blocks.
 
         Args:
             request: As in `cache_full_blocks`.
@@ -1421,24 +1785,277 @@ cdef class BlockPool:
         cdef int64_t count = read_count(num_cached_blocks, "num_cached_blocks", 0, 1 << 40)
         cdef uint64_t size = read_count(block_size, "block_size", 1, MAX_NUM_TOKENS)
         cdef Py_ssize_t scale
-        if not self.enable_kv_cache_events or count == 0:
+        if not self.enable_kv_cache_events or count == 0 or self.truthful_events:
             return
         hashes = self.hash_sequence(request, size, &scale)
-        self.kv_event_queue.append(
+        self.emit(
             self.make_stored(
                 request, [hashes[(i + 1) * scale - 1] for i in range(count)], None, 0,
                 count * size, size, read_group(kv_cache_group_id),
                 [(i * size, (i + 1) * size) for i in range(count)],
-            )
+            ),
+            False,
         )
 
     def take_events(self):
         """All events since the last call, as a list of the caller's own; [] with events off."""
+        return expand_runs(self.take_event_runs(), self.types_of_events())
+
+    def take_event_runs(self, *, snapshot=False):
+        """As `take_events`, but what the batch interface did stays compact.
+
+        Args:
+            snapshot: Whether to take, instead of what happened, a clear and a snapshot of
+                what the pool holds now: a batch for consumers that missed some.
+
+        Returns:
+            List of events and of runs, which stand for several events each: see
+            ``run.num_events`` and ``run.expand``. `cpool.events.wire` encodes both.
+        """
         if not self.enable_kv_cache_events:
             return []
         events = self.kv_event_queue
+        if snapshot:
+            events = [self.types_of_events().AllBlocksCleared(), self.take_snapshot()]
         self.kv_event_queue = []
+        if events:
+            self.num_event_batches += 1
         return events
+
+    def snapshot_events(self):
+        """All that the pool holds now, for a consumer that comes late or lost events.
+
+        A consumer that forgets all it knows, applies these events and then every batch from
+        ``sequence`` on, holds what one does that saw everything. Events that wait for
+        `take_events` are part of that next batch and of the snapshot both: applying them
+        again changes nothing. Batches are those that `take_events` or `take_event_runs`
+        handed out, empty ones not counted, from 0.
+
+        Takes time in proportion to the pool. Token ids, LoRA, extra keys and session are part
+        of a snapshot only with ``detailed_snapshots``; otherwise those fields are empty.
+
+        Returns:
+            `EventSnapshot` with ``events`` and ``sequence``.
+
+        Raises:
+            ValueError: Events are off, so parents are not known.
+        """
+        if not self.enable_kv_cache_events:
+            raise ValueError("a pool knows the parents of blocks only with events on")
+        return EventSnapshot(self.take_snapshot(), self.num_event_batches)
+
+    cdef EventDetail request_detail(self, object request, object start, object end):
+        cdef EventDetail detail = make_detail(request.all_token_ids[start:end], end - start)
+        types = self.types_of_events()
+        mm_index = 0
+        if start and getattr(request, "mm_features", None):
+            mm_index = types.first_mm_index(request, start, end)
+        extra, _ = types.block_extra_keys(request, start, end, mm_index)
+        if extra is not None:
+            detail.extra_keys[0] = types.event_extra_keys([extra])[0]
+        lora = request.lora_request
+        detail.lora_id = lora.adapter_id if lora else None
+        detail.lora_name = lora.name if lora else None
+        detail.session_id = getattr(request, "session_id", None)
+        return detail
+
+    cdef record_id_t last_extra(self, block_id_t id) noexcept:
+        cdef record_id_t extra = NO_RECORD
+        cdef record_id_t next = reverse_index.first(&self.core.index, id)
+        while next != NO_RECORD:
+            extra = next
+            next = reverse_index.extra(&self.core.index, extra).next
+        return extra
+
+    cdef int note_detail(
+        self, block_id_t id, bint as_extra, EventDetail detail, size_t row
+    ) except -1:
+        # Of the registration that the block got last, as an extra key or as its primary one.
+        if not self.detailed_snapshots or not self.enable_kv_cache_events:
+            return 0
+        if self.details is None:
+            self.details = [None] * self.core.blocks.num_blocks
+            self.extra_details = {}
+        kept = None if detail is None else (detail, row)
+        if as_extra:
+            self.extra_details[self.last_extra(id)] = kept
+        else:
+            self.details[id] = kept
+        return 0
+
+    cdef object detail_of(self, Holder holder):
+        if self.details is None:
+            return None
+        if holder.extra == NO_RECORD:
+            return self.details[holder.block]
+        return self.extra_details.get(holder.extra)
+
+    cdef SnapshotRun take_snapshot(self):
+        cdef SnapshotRun run = SnapshotRun.__new__(SnapshotRun)
+        cdef Core* core = &self.core
+        cdef size_t count = core.table.num_used
+        cdef Array rows, index, order, scratch, sizes
+        cdef Holder holder
+        cdef uint32_t i
+        cdef size_t row
+        cdef int shift = 63
+        run.medium = self.medium
+        run.stride = core.blocks.stride
+        run.spaces = [(0, 0)]
+        for i in range(1, core.num_spaces):
+            run.spaces.append((core.spaces[i].group, core.spaces[i].width))
+        run.descriptions = {group: self.describe(group) for group, _ in run.spaces}
+        if count == 0:
+            return run
+        while <size_t>1 << (64 - shift) < 2 * count:
+            shift -= 1
+        memset(&rows, 0, sizeof(Array))
+        index = order = scratch = sizes = rows
+        try:
+            memory.allocate(&run.digest_array, count, run.stride)
+            memory.allocate(&run.span_array, count, sizeof(StoredSpan))
+            memory.allocate(&rows, count, sizeof(SnapshotRow))
+            memory.allocate(&index, <size_t>1 << (64 - shift), sizeof(uint32_t))
+            memory.allocate(&order, count, sizeof(uint64_t))
+            memory.allocate(&scratch, count, sizeof(uint64_t))
+            memory.allocate(&sizes, len(run.spaces), sizeof(uint32_t))
+            for i in range(1, core.num_spaces):
+                (<uint32_t*>sizes.data)[i] = self.group_block_sizes.get(core.spaces[i].group, 0)
+            run.spans = <StoredSpan*>run.span_array.data
+            fill_rows(core, &self.parents, <SnapshotRow*>rows.data)
+            fill_index(
+                <SnapshotRow*>rows.data, count, <uint32_t*>index.data, shift, core.seed[0]
+            )
+            find_parents(
+                <SnapshotRow*>rows.data, count, <uint32_t*>index.data, shift, core.seed[0]
+            )
+            sort_by_tokens(
+                <SnapshotRow*>rows.data, count, <uint64_t*>order.data, <uint64_t*>scratch.data
+            )
+            link_spans(
+                <SnapshotRow*>rows.data, count, <uint64_t*>order.data, <uint32_t*>sizes.data,
+                self.hash_block_size, self.details is None,
+            )
+            write_spans(core, <SnapshotRow*>rows.data, count, <uint64_t*>order.data, run)
+            if self.details is not None:
+                run.details = [None] * count
+                for row in range(count):
+                    holder.block = (<SnapshotRow*>rows.data)[row].block
+                    holder.extra = (<SnapshotRow*>rows.data)[row].extra
+                    run.details[(<SnapshotRow*>rows.data)[row].place] = self.detail_of(holder)
+        finally:
+            memory.release(&rows)
+            memory.release(&index)
+            memory.release(&order)
+            memory.release(&scratch)
+            memory.release(&sizes)
+        return run
+
+    # Save and load ------------------------------------------------------------------------
+
+    def save(self, path):
+        """Write the whole state to a file, under a temporary name that is then renamed.
+
+        Held blocks stay held in the file: blocks, keys, counts and the order of eviction are
+        all in it. Not in it are the metrics collector, events that nobody took yet,
+        attributes of the instance, and the table's random words, which each pool draws.
+
+        Args:
+            path: The file; an old one is replaced when the new one is complete.
+
+        Raises:
+            ContractError: Blocks wait for their ``on_reuse`` callback, which no file can
+                hold, or counts were written from outside; nothing was written.
+            OSError: The file cannot be written; an old one is as it was.
+        """
+        if self._reuse_watchers:
+            raise ContractError(
+                f"{len(self._reuse_watchers)} blocks have an on_reuse callback, "
+                "which cannot be saved"
+            )
+        refuse_unsavable(&self.core)
+        arrays = arrays_of(&self.core)
+        arrays["queue"] = self.free_queue_ids()
+        arrays["ref_cnts"] = np.ascontiguousarray(self.ref_cnts)
+        saving.write(path, self.settings(), arrays)
+
+    cdef dict settings(self):
+        return {
+            "num_gpu_blocks": int(self.num_gpu_blocks),
+            "hash_block_size": self.hash_block_size,
+            "enable_caching": bool(self.enable_caching),
+            "enable_kv_cache_events": bool(self.enable_kv_cache_events),
+            "medium": str(self.medium),
+            "hash_width": self.hash_width,
+            "num_evicted_blocks": self.num_evicted_blocks,
+        }
+
+    @classmethod
+    def load(cls, path, metrics_collector=None):
+        """A pool in the state that `save` wrote: look-ups, counts, order of eviction.
+
+        Args:
+            path: The file.
+            metrics_collector: As in the constructor.
+
+        Raises:
+            SavedPoolError: The file is no saved pool, is damaged, or is of a version that
+                this one cannot read; the message says which. No pool was built.
+            OSError: The file cannot be read.
+        """
+        settings, arrays = saving.read(path)
+        try:
+            pool = cls(
+                num_gpu_blocks=settings["num_gpu_blocks"],
+                enable_caching=settings["enable_caching"],
+                hash_block_size=settings["hash_block_size"],
+                enable_kv_cache_events=settings["enable_kv_cache_events"],
+                metrics_collector=metrics_collector,
+                medium=settings["medium"],
+            )
+        except ContractError as error:
+            raise SavedPoolError(f"{path}: {error}") from error
+        try:
+            (<BlockPool>pool).load_arrays(settings, arrays)
+        except SavedPoolError as error:
+            raise SavedPoolError(f"{path}: {error}") from None
+        return pool
+
+    cdef int load_arrays(self, dict settings, dict arrays) except -1:
+        # The arrays are ours, with the dtypes of save.pxi; their values are checked here.
+        cdef Py_buffer view
+        cdef size_t count = len(arrays["registrations"])
+        cdef size_t num_copies = len(arrays["copies"])
+        cdef size_t num_spaces = len(arrays["spaces"])
+        cdef size_t width = arrays["digests"].shape[1]
+        cdef IdBuffer extras = make_buffer(count)
+        is_copy = np.zeros(count, np.uint8)
+        cdef void* ref_cnts = new_array(arrays["ref_cnts"], &view)
+        cdef void* queue = new_array(arrays["queue"], &view)
+        cdef void* spaces = new_array(arrays["spaces"], &view)
+        cdef void* registrations = new_array(arrays["registrations"], &view)
+        cdef void* digests = new_array(arrays["digests"], &view)
+        cdef void* copies = new_array(arrays["copies"], &view)
+        cdef void* marks = new_array(is_copy, &view)
+        if len(arrays["ref_cnts"]) != self.core.blocks.num_blocks:
+            raise SavedPoolError(
+                f"{len(arrays['ref_cnts'])} counts for {self.core.blocks.num_blocks} blocks"
+            )
+        if len(arrays["digests"]) != count or count == 0 and num_spaces:
+            raise SavedPoolError(
+                f"{len(arrays['digests'])} digests in {num_spaces} spaces for {count} keys"
+            )
+        load_queue(&self.core, <const int32_t*>ref_cnts, <const block_id_t*>queue,
+                   len(arrays["queue"]))
+        load_spaces(&self.core, <const SavedSpace*>spaces, num_spaces, width)
+        load_keys(
+            &self.core, <const SavedRegistration*>registrations, count, <const uint8_t*>digests,
+            width, <const uint32_t*>copies, num_copies, extras.ids, <uint8_t*>marks,
+        )
+        self.hash_width = settings["hash_width"]
+        self.num_evicted_blocks = settings["num_evicted_blocks"]
+        self.after()
+        return 0
 
     # What the pool holds ------------------------------------------------------------------
 
@@ -1446,8 +2063,8 @@ cdef class BlockPool:
     def nbytes(self):
         """Bytes of all arrays, as asked of the allocator."""
         return (
-            registry.nbytes(&self.core) + self.pages_array.nbytes
-            + self.num_pages * sizeof(HandlePage)
+            registry.nbytes(&self.core) + parents.nbytes(&self.parents)
+            + self.pages_array.nbytes + self.num_pages * sizeof(HandlePage)
         )
 
     def __sizeof__(self):
@@ -1513,6 +2130,24 @@ cdef class BlockPool:
             id = free_queue.next_of(&self.core.queue, id)
             ids[i] = id
         return result
+
+    def table_stats(self):
+        """How full the table is, and how far its keys stand from their homes.
+
+        Takes time in proportion to the pool.
+
+        Returns:
+            Dict with ``num_cells``, ``num_used``, ``mean_distance`` and ``max_distance``
+            (cells between a key's home and its place) and ``max_run`` (used cells in a row).
+        """
+        cdef table_stats.TableStats stats = table_stats.stats_of(&self.core.table)
+        return {
+            "num_cells": self.core.table.num_cells,
+            "num_used": self.core.table.num_used,
+            "mean_distance": stats.total_distance / max(self.core.table.num_used, 1.0),
+            "max_distance": stats.max_distance,
+            "max_run": stats.max_run,
+        }
 
     def check_consistency(self):
         """Look at every invariant of every structure; takes time in proportion to the pool.

@@ -307,9 +307,8 @@ cdef inline void prefetch_holder(const Core* core, ref_t ref) noexcept:
 
 
 cdef inline bint covers_multiple(const Core* core, Holder holder, uint32_t tokens) noexcept:
-    return (flagged_space(core, holder) & NO_TOKENS_FLAG) == 0 and (
-        num_tokens_of(core, holder) % tokens == 0
-    )
+    cdef uint32_t covered = num_tokens_of(core, holder)     # 0 with NO_TOKENS_FLAG
+    return covered != 0 and covered % tokens == 0
 
 
 cdef inline bint find_covering(

@@ -1,20 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Event classes, and what turns a request's keys into the forms that events carry.
+"""Event classes: what a pool says about what it holds.
 
-Field names and meanings are those of vLLM 0.32.0's ``vllm/distributed/kv_events.py``.
+Field names, their order and their meanings are those of vLLM 0.32.0's
+``vllm/distributed/kv_events.py``, so that the encoded bytes are the same. With msgspec
+(``pip install cpool[events]``) the classes are msgspec Structs. Without it they are dataclasses
+with the same attributes: a pool then collects and hands out events as usual, and only
+`cpool.events.wire` and the publisher, which need msgspec, refuse to be imported.
 """
 
-import hashlib
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+from cpool.events.extra_keys import block_extra_keys, event_extra_keys, first_mm_index
+
+__all__ = [
+    "AllBlocksCleared",
+    "BlockRemoved",
+    "BlockStored",
+    "ExternalHash",
+    "GroupDescription",
+    "KVCacheEvent",
+    "block_extra_keys",
+    "event_extra_keys",
+    "external_hash",
+    "first_mm_index",
+    "uses_int_hashes",
+]
 
 ExternalHash = bytes | int
 
+try:
+    import msgspec
+except ImportError:
+    from dataclasses import dataclass
 
-@dataclass(slots=True)
-class BlockStored:
+    class KVCacheEvent:
+        """Base of all events."""
+
+        def __init_subclass__(cls) -> None:
+            dataclass(cls)
+
+else:
+
+    class KVCacheEvent(  # type: ignore[no-redef]
+        msgspec.Struct, tag=True, omit_defaults=True, gc=False
+    ):
+        """Base of all events."""
+
+
+class BlockStored(KVCacheEvent):
     """Blocks became findable.
 
     Attributes:
@@ -27,6 +61,10 @@ class BlockStored:
         lora_name: Adapter's name, if any.
         extra_keys: Per block what beside tokens went into its hash, or None.
         group_idx: KV cache group.
+        kv_cache_spec_kind: Kind of attention cache of that group.
+        kv_cache_spec_sliding_window: Its window, in tokens, if it has one.
+        locality: LOCAL or REMOTE, as the publisher sees it.
+        ownership: Name of a secondary tier that owns the blocks, if one does.
         session_id: Session of the request, if any.
     """
 
@@ -39,90 +77,64 @@ class BlockStored:
     lora_name: str | None
     extra_keys: list[tuple[Any, ...] | None] | None = None
     group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
     session_id: str | None = None
 
+    def __hash__(self) -> int:
+        return hash((tuple(self.block_hashes), self.parent_block_hash, self.group_idx))
 
-@dataclass(slots=True)
-class BlockRemoved:
-    """Blocks are no longer findable under these hashes."""
+
+class BlockRemoved(KVCacheEvent):
+    """Blocks are no longer findable under these hashes.
+
+    Attributes:
+        block_hashes: The hashes.
+        medium: Storage medium.
+        group_idx: KV cache group.
+        locality: LOCAL or REMOTE, as the publisher sees it.
+        ownership: Name of a secondary tier that owned the blocks, if one did.
+    """
 
     block_hashes: list[ExternalHash]
     medium: str | None
     group_idx: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+
+    def __hash__(self) -> int:
+        return hash((tuple(self.block_hashes), self.medium, self.group_idx))
 
 
-@dataclass(slots=True)
-class AllBlocksCleared:
+class AllBlocksCleared(KVCacheEvent):
     """Nothing is findable any more."""
+
+    def __hash__(self) -> int:
+        return hash(AllBlocksCleared)
+
+
+class GroupDescription(NamedTuple):
+    """What `BlockStored` says about a KV cache group; see ``BlockPool.event_groups``.
+
+    Attributes:
+        kind: Kind of attention cache, such as ``full_attention`` or ``sliding_window``.
+        sliding_window: Its window in tokens, or None.
+    """
+
+    kind: str | None = None
+    sliding_window: int | None = None
+
+
+def uses_int_hashes() -> bool:
+    """Whether events carry hashes as 64-bit integers.
+
+    They do unless ``VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0`` is in the environment.
+    """
+    return os.environ.get("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1") != "0"
 
 
 def external_hash(digest: bytes) -> ExternalHash:
-    """The digest as events carry it: its low 8 bytes as an integer, or the whole.
-
-    ``VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0`` selects the whole.
-    """
-    if os.environ.get("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1") == "0":
-        return digest
-    return int.from_bytes(digest[-8:], "big")
-
-
-def first_mm_index(request: Any, start: int, end: int) -> int:
-    """Index of the first multimodal feature that reaches behind token ``start``."""
-    for index, feature in enumerate(request.mm_features):
-        position = feature.mm_position
-        if position.offset + position.length > start:
-            return index
-    return len(request.mm_features)
-
-
-def _mm_keys(request: Any, start: int, end: int, index: int) -> tuple[list[Any], int]:
-    features = request.mm_features
-    keys: list[Any] = []
-    while index < len(features):
-        position = features[index].mm_position
-        if position.offset >= end:
-            break
-        behind = position.offset + position.length
-        if behind > start:
-            keys.append(("mm", features[index].identifier, position.offset - start))
-            if behind > end:
-                break
-        index += 1
-    return keys, index
-
-
-def block_extra_keys(
-    request: Any, start: int, end: int, mm_index: int
-) -> tuple[tuple[Any, ...] | None, int]:
-    """What beside its tokens identifies the block of tokens ``start`` to ``end``.
-
-    Returns:
-        Tagged keys or None, and the multimodal index to go on from.
-    """
-    keys: list[Any] = []
-    lora = request.lora_request
-    if lora:
-        keys.append(("lora", lora.lora_name, lora.lora_path))
-    if request.mm_features:
-        mm_keys, mm_index = _mm_keys(request, start, end, mm_index)
-        keys += mm_keys
-    if start == 0 and request.cache_salt:
-        keys.append(("cache_salt", request.cache_salt))
-    if request.prompt_embeds is not None:
-        digest = hashlib.sha256(bytes(memoryview(request.prompt_embeds[start:end]))).digest()
-        keys.append(("prompt_embeds", digest))
-    return (tuple(keys) if keys else None), mm_index
-
-
-def event_extra_keys(
-    block_keys: Sequence[tuple[Any, ...] | None],
-) -> list[tuple[Any, ...] | None] | None:
-    """The keys of each block without their tags, as consumers of events read them."""
-    if not block_keys:
-        return None
-    return [
-        None
-        if keys is None
-        else tuple(key[1:] if key[0] == "mm" else key[1] for key in keys)
-        for keys in block_keys
-    ]
+    """The digest as events carry it: its low 8 bytes as an unsigned integer, or the whole."""
+    return int.from_bytes(digest[-8:], "big") if uses_int_hashes() else digest

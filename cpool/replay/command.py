@@ -4,13 +4,21 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
 
+from cpool.prefix.groups import Group, why_coarse
 from cpool.replay.ceiling import Ceiling
-from cpool.replay.engine import FullAttentionEngine
+from cpool.replay.engine import Engine, FullAttentionEngine
+from cpool.replay.groups import (
+    check_units,
+    max_useful_blocks,
+    min_request_blocks,
+    parse_groups,
+)
+from cpool.replay.hybrid import MAX_CHUNK, HybridEngine
 from cpool.replay.open_trace import open_trace
 from cpool.replay.progress import Progress
 from cpool.replay.records import Request, Trace, TraceError
@@ -62,6 +70,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=32,
         help="width of a block's key (default: 32, as SHA-256)",
     )
+    parser.add_argument(
+        "--groups",
+        type=_groups,
+        metavar="G,G,...",
+        help="the model's groups of layers, which share each pool: full:BLOCK, mamba:BLOCK,"
+        " swa:BLOCK:WINDOW, chunked:BLOCK:CHUNK, in tokens (default: full attention with the"
+        " trace's block size); replayed coarse and, where the groups allow it, fine",
+    )
+    parser.add_argument(
+        "--match-unit",
+        type=_positive,
+        metavar="N",
+        help="tokens between two boundaries at which a fine match may end, a multiple of the"
+        " trace's block size (default: that); with --groups",
+    )
     workload = parser.add_argument_group("made-up requests, if no trace is given")
     workload.add_argument(
         "--workload", choices=tuple(PRESETS), help="what kind of users (default: agent)"
@@ -102,7 +125,51 @@ def _open(args: argparse.Namespace) -> Trace:
     return open_trace(args.trace, args.block_size, args.skip_bad)
 
 
+def _check_groups(trace: Trace, args: argparse.Namespace) -> int:
+    """The match unit in tokens, once it is known to suit trace and groups."""
+    unit = args.match_unit or trace.block_size
+    if args.groups is None:
+        if args.match_unit is not None:
+            raise TraceError("--match-unit is for --groups")
+        return unit
+    try:
+        check_units(args.groups, unit, trace.block_size)
+        for match in _matches(args.groups, unit):
+            HybridEngine(1, args.groups, match, unit, trace.block_size)
+    except ValueError as error:
+        raise TraceError(f"--groups: {error}") from error
+    return unit
+
+
+def _matches(groups: tuple[Group, ...], unit: int) -> tuple[str, ...]:
+    return ("coarse",) if why_coarse(groups, unit) else ("coarse", "fine")
+
+
+def _engines(
+    size: int, trace: Trace, groups: tuple[Group, ...] | None, unit: int
+) -> Iterator[Engine]:
+    if groups is None:
+        yield FullAttentionEngine(size, trace.block_size)
+        return
+    for match in _matches(groups, unit):
+        yield HybridEngine(size, groups, match, unit, trace.block_size)
+
+
+def _choose_capacities(
+    ceiling: Ceiling, trace: Trace, groups: tuple[Group, ...] | None, longest: int
+) -> list[int]:
+    if groups is None:
+        return choose_capacities(ceiling.unique_blocks, ceiling.max_request_blocks)
+    useful = max_useful_blocks(
+        groups, ceiling.unique_blocks * trace.block_size, ceiling.num_requests
+    )
+    # A state has to be kept while the next one is computed, and a tail while it is copied.
+    smallest = min_request_blocks(groups, longest, MAX_CHUNK) + 2 * len(groups)
+    return choose_capacities(useful, smallest)
+
+
 def _replay(trace: Trace, args: argparse.Namespace, open_seconds: float) -> Result:
+    match_unit = _check_groups(trace, args)
     ceiling = Ceiling(trace.block_size)
     timed = Timed(islice(trace.requests, args.limit))
     requests: Iterable[Request] = ceiling.watch(timed)
@@ -114,11 +181,16 @@ def _replay(trace: Trace, args: argparse.Namespace, open_seconds: float) -> Resu
         if capacities is None:
             progress.start("reading", trace.fraction_read)
             requests = held = _hold(requests, progress)
-            capacities = choose_capacities(ceiling.unique_blocks, ceiling.max_request_blocks)
+            longest = max((request.input_length for request in held), default=1)
+            capacities = _choose_capacities(ceiling, trace, args.groups, longest)
             progress.start("replaying", len(held))
         else:
             progress.start("replaying", trace.fraction_read)
-        runs += [Run(FullAttentionEngine(size, trace.block_size)) for size in capacities]
+        runs += [
+            Run(engine)
+            for size in capacities
+            for engine in _engines(size, trace, args.groups, match_unit)
+        ]
         replay(requests, runs, trace.block_size, args.hash_bytes, progress.step)
     except KeyboardInterrupt:
         is_interrupted = True
@@ -135,6 +207,8 @@ def _replay(trace: Trace, args: argparse.Namespace, open_seconds: float) -> Resu
         "skip_bad": args.skip_bad,
         "hash_bytes": args.hash_bytes,
     }
+    if args.groups is not None:
+        parameters["match_unit"] = match_unit
     parse_seconds = open_seconds + timed.seconds
     return Result(trace, ceiling, runs, parameters, parse_seconds, is_interrupted)
 
@@ -178,3 +252,10 @@ def _natural(text: str) -> int:
 
 def _capacities(text: str) -> list[int]:
     return [_number(item, 1, _MAX_BLOCKS) for item in text.split(",")]
+
+
+def _groups(text: str) -> tuple[Group, ...]:
+    try:
+        return parse_groups(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -34,6 +34,10 @@ class Engine(Protocol):
     @property
     def nbytes(self) -> int: ...
 
+    def details(self) -> dict[str, object]:
+        """What a report says about this engine besides the numbers that all have."""
+        ...
+
 
 class FullAttentionEngine:
     """vLLM's order of operations for one group of full-attention layers.
@@ -72,3 +76,6 @@ class FullAttentionEngine:
     @property
     def nbytes(self) -> int:
         return self._pool.nbytes
+
+    def details(self) -> dict[str, object]:
+        return {}

@@ -68,7 +68,7 @@ def _run_to_json(run: Run, ceiling: Ceiling) -> dict[str, Any]:
         "block_references": run.block_references,
         "block_references_per_second": run.block_references_per_second,
         "seconds": run.seconds,
-    }
+    } | run.engine.details()
 
 
 def versions() -> dict[str, str]:
@@ -93,7 +93,7 @@ def to_text(result: Result) -> str:
         lines.append(f"skipped as malformed: {trace.num_skipped():,}")
     if result.is_interrupted:
         lines.append("INTERRUPTED: what follows is the part that was done")
-    lines += ["", *_table(result.runs, ceiling), ""]
+    lines += ["", *_table(result.runs, ceiling), "", *_reasons(result.runs)]
     hint = _hint(result)
     return "\n".join([*lines, hint] if hint else lines)
 
@@ -110,6 +110,7 @@ def _table(runs: list[Run], ceiling: Ceiling) -> list[str]:
         "M refs/s",
         "seconds",
     )
+    matches = [run.engine.details().get("match") for run in runs]
     rows = [header]
     for run in runs:
         share = run.token_hit_rate / ceiling.hit_rate if ceiling.hit_rate else 1.0
@@ -126,6 +127,8 @@ def _table(runs: list[Run], ceiling: Ceiling) -> list[str]:
                 f"{run.seconds:.2f}",
             )
         )
+    if any(matches):
+        rows = [(match or "", *row) for match, row in zip(["match", *matches], rows, strict=True)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
@@ -133,11 +136,26 @@ def _table(runs: list[Run], ceiling: Ceiling) -> list[str]:
     ]
 
 
+def _reasons(runs: list[Run]) -> list[str]:
+    """What the hits missed and why, for engines that say so."""
+    lines = []
+    for run in runs:
+        details = run.engine.details()
+        for reason, count in details.get("reasons", {}).items():
+            share = count["missed_tokens"] / run.input_tokens if run.input_tokens else 0.0
+            lines.append(
+                f"{details['match']}, {run.engine.num_blocks:,} blocks: {reason}:"
+                f" {count['requests']:,} requests missed {share:.1%} of all input tokens"
+            )
+    return [*lines, ""] if lines else []
+
+
 def _hint(result: Result) -> str:
     """The smallest capacity that is nearly as good as any, in words."""
     goal = _GOOD_SHARE * result.ceiling.hit_rate
     good = [run.engine.num_blocks for run in result.runs if run.token_hit_rate >= goal]
-    if not good or result.is_interrupted or not result.ceiling.hit_tokens:
+    is_grouped = any(run.engine.details() for run in result.runs)
+    if not good or is_grouped or result.is_interrupted or not result.ceiling.hit_tokens:
         return ""
     tokens = min(good) * result.trace.block_size
     return (

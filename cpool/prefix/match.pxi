@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+# What a lookup found.
+
+cdef class PrefixMatch:
+    """The longest prefix that the pool holds for one request.
+
+    A match holds no blocks: it is good until the pool changes. `PrefixCache.admit` notices
+    when it has gone stale.
+    """
+    cdef readonly PrefixCache cache
+    cdef readonly object hashes
+    cdef readonly uint64_t num_tokens       # tokens that the blocks cover
+    cdef readonly uint64_t max_tokens       # tokens that the lookup was allowed
+    cdef readonly uint64_t longest          # tokens that at least one set of groups had alone
+    cdef readonly size_t num_hashes
+    cdef block_id_t* storage                # all rows, one after the other
+    cdef block_id_t** rows                  # of each group
+    cdef Hit* hits                          # of each set
+    cdef Snapshot snapshot
+
+    def __cinit__(self):
+        self.storage = NULL
+        self.rows = NULL
+        self.hits = NULL
+
+    def __dealloc__(self):
+        PyMem_Free(self.storage)
+        PyMem_Free(self.rows)
+        PyMem_Free(self.hits)
+
+    def __repr__(self):
+        return f"PrefixMatch(num_tokens={self.num_tokens}, max_tokens={self.max_tokens})"
+
+    cdef size_t num_blocks(self, uint32_t group) noexcept:
+        return self.hits[self.cache.set_of[group]].num_blocks
+
+    cdef bint is_partial(self, uint32_t group) noexcept:
+        # Whether the group's last block is only in part covered, so that a copy is needed.
+        return (
+            self.num_blocks(group) > 0
+            and self.num_tokens % self.cache.kinds[group].block_size != 0
+        )
+
+    @property
+    def block_ids(self):
+        """Block ids of each group: a tuple of uint32 arrays; 0 where no block is needed."""
+        cdef uint32_t g
+        return tuple([
+            ids_array(self.rows[g], self.num_blocks(g)) for g in range(self.cache.num_groups)
+        ])
+
+    @property
+    def partial_tails(self):
+        """The blocks that the match covers in part: a tuple of `PartialTail`.
+
+        They belong to the cache. A request that goes on from them needs copies, which `admit`
+        provides.
+        """
+        cdef uint32_t g
+        cdef list tails = []
+        cdef block_id_t id
+        for g in range(self.cache.num_groups):
+            if self.is_partial(g):
+                id = self.rows[g][self.num_blocks(g) - 1]
+                tails.append(PartialTail(
+                    g, id, self.num_tokens % self.cache.kinds[g].block_size,
+                    self.cache.pool.core.blocks.states[id].ref_cnt,
+                ))
+        return tuple(tails)
+
+    @property
+    def shared_prefix_boundary(self):
+        """Tokens up to which some group has this prefix although not all have; 0 if none.
+
+        State kept at this boundary lets the next request with the same prefix hit.
+        """
+        return self.longest if self.longest > self.num_tokens else 0
+
+    def explain(self):
+        """Why the match is not longer: an `Explanation`, from the pool as it is now."""
+        return explain(self)
+
+    cdef bint same_blocks(self, PrefixMatch other) noexcept:
+        cdef uint32_t g
+        if self.num_tokens != other.num_tokens:
+            return False
+        for g in range(self.cache.num_groups):
+            if self.num_blocks(g) != other.num_blocks(g) or memcmp(
+                self.rows[g], other.rows[g], self.num_blocks(g) * sizeof(block_id_t)
+            ):
+                return False
+        return True

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Longest-prefix lookups: `PrefixCache.lookup` beside vLLM's coordinator.
+
+    python profiling/prefix.py                 # cpool alone
+    python profiling/prefix.py --against-vllm  # in an environment with vLLM 0.32
+
+Prompts of 100,000 tokens, all resident, over a pool of a million blocks in which they lie
+scattered. A *cold* lookup is of a prompt that was not looked up for many prompts, a *warm* one
+is repeated. Runs alternate between the two sides; medians and the best are given. Both sides
+must find the same tokens.
+"""
+
+import argparse
+from collections.abc import Callable
+from statistics import median
+from time import perf_counter
+
+import numpy as np
+
+from cpool import BlockPool
+from cpool.prefix import FullAttention, Mamba, PrefixCache
+
+NUM_TOKENS = 100_000
+UNIT = 16
+WIDE = 1600
+NUM_ROWS = NUM_TOKENS // UNIT
+HASH_BYTES = 32
+
+
+class Model:
+    """One layout of groups, and at which boundaries each group holds a prompt."""
+
+    def __init__(self, name, groups, boundaries, expected):
+        self.name = name
+        self.groups = groups
+        self.boundaries = boundaries  # of each group: tokens
+        self.expected = expected  # hit tokens
+
+
+FULL_ROWS = np.arange(UNIT, NUM_TOKENS + 1, UNIT)
+WIDE_ROWS = np.arange(WIDE, NUM_TOKENS + 1, WIDE)
+TAIL = (NUM_TOKENS - 1) // UNIT * UNIT
+MODELS = [
+    Model("full:16", [FullAttention(UNIT)], [FULL_ROWS], TAIL),
+    Model(
+        "full:1600,mamba:1600, tail of both",
+        [FullAttention(WIDE), Mamba(WIDE)],
+        [np.append(WIDE_ROWS, TAIL), np.append(WIDE_ROWS, TAIL)],
+        TAIL,
+    ),
+    Model(
+        "full:1600,mamba:1600, state far left",
+        [FullAttention(WIDE), Mamba(WIDE)],
+        [np.append(WIDE_ROWS, TAIL), WIDE_ROWS[:1]],
+        WIDE,
+    ),
+    Model("full:16,mamba:16", [FullAttention(UNIT), Mamba(UNIT)], [FULL_ROWS, FULL_ROWS], TAIL),
+]
+
+
+class Ours:
+    def __init__(self, model: Model, prompts: list[np.ndarray], num_blocks: int) -> None:
+        self.pool = BlockPool(num_blocks, True, UNIT)
+        self.cache = PrefixCache(self.pool, model.groups)
+        self.prompts = prompts
+        free = iter(np.random.default_rng(1).permutation(np.arange(1, num_blocks)).tolist())
+        for rows in prompts:
+            for group, boundaries in enumerate(model.boundaries):
+                for num_tokens in boundaries.tolist():
+                    self.pool.cache_partial_id(
+                        next(free), rows[num_tokens // UNIT - 1].tobytes(), num_tokens, group
+                    )
+
+    def lookup(self, prompt: int) -> int:
+        return self.cache.lookup(self.prompts[prompt], NUM_TOKENS - 1).num_tokens
+
+
+class Stock:
+    """vLLM's coordinator over the same boundaries, in the same order of blocks."""
+
+    def __init__(self, model: Model, prompts: list[np.ndarray], num_blocks: int) -> None:
+        import torch
+        from vllm.v1.core.kv_cache_manager import KVCacheManager
+        from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+        from vllm.v1.kv_cache_interface import (
+            FullAttentionSpec,
+            KVCacheConfig,
+            KVCacheGroupSpec,
+            MambaSpec,
+        )
+
+        def spec(group):
+            if isinstance(group, Mamba):
+                return MambaSpec(
+                    block_size=group.block_size,
+                    shapes=((1,),),
+                    dtypes=(torch.float32,),
+                    mamba_cache_mode="align",
+                )
+            return FullAttentionSpec(
+                block_size=group.block_size, num_kv_heads=1, head_size=1, dtype=torch.float32
+            )
+
+        config = KVCacheConfig(
+            num_blocks=num_blocks,
+            kv_cache_tensors=[],
+            kv_cache_groups=[
+                KVCacheGroupSpec([f"layer{i}"], spec(g)) for i, g in enumerate(model.groups)
+            ],
+        )
+        manager = KVCacheManager(
+            config,
+            max_model_len=1 << 20,
+            scheduler_block_size=max(g.block_size for g in model.groups),
+            hash_block_size=UNIT,
+        )
+        self.coordinator = manager.coordinator
+        pool = manager.block_pool
+        self.prompts = [[row.tobytes() for row in rows] for rows in prompts]
+        free = iter(np.random.default_rng(1).permutation(np.arange(1, num_blocks)).tolist())
+        for hashes in self.prompts:
+            for group, boundaries in enumerate(model.boundaries):
+                for num_tokens in boundaries.tolist():
+                    key = make_block_hash_with_group_id(hashes[num_tokens // UNIT - 1], group)
+                    pool._insert_block_hash(key, pool.blocks[next(free)], num_tokens)
+
+    def lookup(self, prompt: int) -> int:
+        _, num_tokens, _ = self.coordinator.find_longest_cache_hit(
+            self.prompts[prompt], NUM_TOKENS - 1
+        )
+        return num_tokens
+
+
+def timed(lookup: Callable[[int], int], prompt: int, expected: int) -> float:
+    start = perf_counter()
+    found = lookup(prompt)
+    seconds = perf_counter() - start
+    assert found == expected, f"{found} tokens found, {expected} are there"
+    return seconds
+
+
+def measure(model: Model, sides: dict[str, type], args: argparse.Namespace) -> None:
+    rng = np.random.default_rng(0)
+    prompts = [
+        rng.integers(0, 256, (NUM_ROWS, HASH_BYTES), dtype=np.uint8) for _ in range(args.prompts)
+    ]
+    worlds = {name: side(model, prompts, args.blocks) for name, side in sides.items()}
+    times: dict[tuple[str, str], list[float]] = {}
+    for prompt in range(args.prompts):
+        for name, world in worlds.items():
+            seconds = timed(world.lookup, prompt, model.expected)
+            times.setdefault((name, "cold"), []).append(seconds)
+    for _ in range(args.repeats):
+        for name, world in worlds.items():
+            timed(world.lookup, 0, model.expected)
+            seconds = timed(world.lookup, 0, model.expected)
+            times.setdefault((name, "warm"), []).append(seconds)
+    print(f"{model.name}: {model.expected:,} of {NUM_TOKENS:,} tokens hit")
+    for state in ("cold", "warm"):
+        for name in worlds:
+            values = times[name, state]
+            rate = NUM_ROWS / median(values) / 1e6
+            line = (
+                f"  {state}  {name:5}  median {median(values) * 1e6:9.1f} us"
+                f"  best {min(values) * 1e6:9.1f} us  {rate:7.2f} M boundaries/s"
+            )
+            if name != "cpool":
+                ratio = median(values) / median(times["cpool", state])
+                line += f"  cpool is {ratio:.1f} times as fast"
+            print(line)
+    pool = worlds["cpool"].pool
+    print(f"  pool: {pool.nbytes / pool.num_gpu_blocks:.1f} bytes a block")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--against-vllm", action="store_true", help="measure vLLM's too")
+    parser.add_argument("--blocks", type=int, default=1_000_000, help="blocks of each pool")
+    parser.add_argument("--prompts", type=int, default=24, help="resident prompts")
+    parser.add_argument("--repeats", type=int, default=60, help="warm lookups")
+    args = parser.parse_args()
+    sides: dict[str, type] = {"cpool": Ours}
+    if args.against_vllm:
+        sides["vllm"] = Stock
+    for model in MODELS:
+        measure(model, sides, args)
+
+
+if __name__ == "__main__":
+    main()
