@@ -4,7 +4,7 @@
 from cpool.core.contract import BlockIdError, ContractError, Registration, SavedPoolError
 from cpool.core.pool import BlockPool, KVCacheBlock
 from cpool.core.standalone import BlockHashToBlockMap, FreeKVCacheBlockQueue
-from cpool.hashing import BlockHashes, BlockHasher, BlockHashListWithBlockSize, hash_tokens
+from cpool.hashing import BlockHasher, BlockHashes, BlockHashListWithBlockSize, hash_tokens
 
 __all__ = [
     "BlockHashListWithBlockSize",

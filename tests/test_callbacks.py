@@ -225,7 +225,9 @@ def test_tokens_that_write_to_the_array_of_ids_change_nothing_of_the_call() -> N
 # Iterables and sequences.
 
 
-@pytest.mark.parametrize("method", ["touch", "free_blocks", "evict_blocks", "touch_ids", "free_ids"])
+@pytest.mark.parametrize(
+    "method", ["touch", "free_blocks", "evict_blocks", "touch_ids", "free_ids"]
+)
 def test_an_iterable_that_raises_half_way_changes_nothing(method: str) -> None:
     pool = cached_pool()
     held = pool.get_new_blocks(4)
@@ -285,9 +287,7 @@ def test_a_chain_that_shrinks_while_it_is_read(events: bool) -> None:
 
 @pytest.mark.parametrize("num_hashes", [0, 1, 3])
 @pytest.mark.parametrize("events", [False, True])
-def test_a_list_that_is_too_short_is_not_read_beyond_its_end(
-    num_hashes: int, events: bool
-) -> None:
+def test_a_list_that_is_too_short_is_not_read_beyond_its_end(num_hashes: int, events: bool) -> None:
     pool = cpool.BlockPool(9, True, 4, enable_kv_cache_events=events)
     blocks = pool.get_new_blocks(8)
     short = Request(CHAIN.block_hashes[:num_hashes], CHAIN.all_token_ids)

@@ -50,7 +50,7 @@ def test_a_handle_of_a_freed_block_is_no_claim_to_it() -> None:
     (again,) = pool.get_new_blocks(1)
     assert again is block  # The handle names the block, not the time it was held.
     pool.free_blocks([again])
-    with pytest.raises(cpool.ContractError, match="^block 1 at position 0 is already free$"):
+    with pytest.raises(cpool.ContractError, match=r"^block 1 at position 0 is already free$"):
         pool.free_blocks([block])
 
 
@@ -97,26 +97,26 @@ def test_a_key_that_is_not_longer_names_both_lengths(pool: Any) -> None:
 
 def test_the_null_block_is_never_in_queue_or_table(pool: Any) -> None:
     null = pool.null_block
-    with pytest.raises(cpool.ContractError, match="^the null block is never registered$"):
+    with pytest.raises(cpool.ContractError, match=r"^the null block is never registered$"):
         pool._insert_block_hash(bytes(36), null, 4)
-    with pytest.raises(cpool.ContractError, match="^the null block is never registered$"):
+    with pytest.raises(cpool.ContractError, match=r"^the null block is never registered$"):
         pool.move_ids(1, 0)
-    with pytest.raises(cpool.ContractError, match="^the null block is never registered$"):
+    with pytest.raises(cpool.ContractError, match=r"^the null block is never registered$"):
         pool.cached_block_hash_to_block.insert(bytes(36), null)
-    with pytest.raises(cpool.ContractError, match="^the null block is never in the free queue$"):
+    with pytest.raises(cpool.ContractError, match=r"^the null block is never in the free queue$"):
         pool.free_block_queue.append(null)
-    with pytest.raises(cpool.ContractError, match="^the null block cannot be unpinned$"):
+    with pytest.raises(cpool.ContractError, match=r"^the null block cannot be unpinned$"):
         pool.unpin_blocks([null], print)
 
 
 def test_a_block_is_put_into_the_queue_once_and_only_behind_one_that_is_in_it(pool: Any) -> None:
     queue = pool.free_block_queue
-    with pytest.raises(cpool.ContractError, match="^block 6 is already in the free queue$"):
+    with pytest.raises(cpool.ContractError, match=r"^block 6 is already in the free queue$"):
         queue.append(pool.blocks[6])
-    with pytest.raises(cpool.ContractError, match="^block 2 is not in this free queue$"):
+    with pytest.raises(cpool.ContractError, match=r"^block 2 is not in this free queue$"):
         queue._insert_after(pool.blocks[2], pool.blocks[3])
     other = cpool.BlockPool(100, True, 4)
-    with pytest.raises(cpool.ContractError, match="^block 90 is not in this free queue$"):
+    with pytest.raises(cpool.ContractError, match=r"^block 90 is not in this free queue$"):
         queue._insert_after(other.blocks[90], pool.blocks[3])
     with pytest.raises(RuntimeError, match="invalid block"):
         queue.remove(pool.blocks[2])

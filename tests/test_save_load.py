@@ -122,8 +122,10 @@ def test_random_pools_come_back(tmp_path: Path) -> None:
 
 def registrations(pair: Pair) -> dict[int, list[Any]]:
     return {
-        i: [(key[:-4], int.from_bytes(key[-4:], "big"), tokens, key == block.primary)
-            for key, tokens in block.keys.items()]
+        i: [
+            (key[:-4], int.from_bytes(key[-4:], "big"), tokens, key == block.primary)
+            for key, tokens in block.keys.items()
+        ]
         for i, block in enumerate(pair.model.blocks)
     }
 
@@ -162,7 +164,7 @@ def test_a_collector_and_a_subclass_can_be_given(tmp_path: Path) -> None:
 def test_watched_blocks_cannot_be_saved(tmp_path: Path) -> None:
     pool = cpool.BlockPool(4, True, 16)
     pool.unpin_blocks(pool.get_new_blocks(2), print)
-    with pytest.raises(cpool.ContractError, match="^2 blocks have an on_reuse callback"):
+    with pytest.raises(cpool.ContractError, match=r"^2 blocks have an on_reuse callback"):
         pool.save(tmp_path / "pool")
     assert list(tmp_path.iterdir()) == []
 
@@ -212,7 +214,7 @@ def load_bytes(content: bytes, tmp_path: Path) -> Any:
 
 def test_every_shortened_file_is_refused(content: bytes, tmp_path: Path) -> None:
     for length in range(len(content)):
-        with pytest.raises(cpool.SavedPoolError, match="not a saved pool|ends after|should have"):
+        with pytest.raises(cpool.SavedPoolError, match=r"not a saved pool|ends after|should have"):
             load_bytes(content[:length], tmp_path)
     with pytest.raises(cpool.SavedPoolError, match=rf"{len(content) + 1} bytes; it should have"):
         load_bytes(content + b"\0", tmp_path)
@@ -290,7 +292,8 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a block beyond the pool": (changed("queue", 1, 24), "place 1 .* has block 24"),
     "a huge block": (changed("queue", 1, 0xFFFFFFFF), "place 1 .* has block 4294967295"),
     "a block twice in the queue": (
-        lambda arrays: changed("queue", 1, arrays["queue"][0])(arrays), "is in it twice",
+        lambda arrays: changed("queue", 1, arrays["queue"][0])(arrays),
+        "is in it twice",
     ),
     "too few counts": (lambda a: {"ref_cnts": a["ref_cnts"][:-1]}, "23 counts for 24 blocks"),
     "a pool of another size": (lambda a: {"num_gpu_blocks": 23}, "24 counts for 23 blocks"),
@@ -300,7 +303,8 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a digest of no bytes": (changed("spaces", 0, 0, "width"), "space 0 has hashes of 0 bytes"),
     "a digest wider than its row": (changed("spaces", 0, 33, "width"), "hashes of 33 bytes"),
     "two equal spaces": (
-        lambda a: {"spaces": a["spaces"][[0, 0, *range(2, len(a["spaces"]))]]}, "repeats group",
+        lambda a: {"spaces": a["spaces"][[0, 0, *range(2, len(a["spaces"]))]]},
+        "repeats group",
     ),
     "a space too many": (changed("registrations", 0, 9, "space"), "names space 9"),
     "the last space": (changed("registrations", 0, 0xFFFF, "space"), "names space 65535"),
@@ -363,7 +367,7 @@ def test_a_description_that_is_none(description: bytes, tmp_path: Path) -> None:
     prefix = saving.PREFIX.pack(
         saving.MAGIC, saving.VERSION, len(description), zlib.crc32(description)
     )
-    with pytest.raises(cpool.SavedPoolError, match="description cannot be read|is described"):
+    with pytest.raises(cpool.SavedPoolError, match=r"description cannot be read|is described"):
         load_bytes(prefix + description + bytes(1000), tmp_path)
 
 

@@ -68,9 +68,7 @@ def write(path: Any, settings: dict[str, Any], arrays: dict[str, Any]) -> None:
     description = json.dumps(
         {
             "settings": settings,
-            "arrays": {
-                name: [*shape(arrays[name]), zlib.crc32(arrays[name])] for name in ARRAYS
-            },
+            "arrays": {name: [*shape(arrays[name]), zlib.crc32(arrays[name])] for name in ARRAYS},
         }
     ).encode()
     prefix = PREFIX.pack(MAGIC, VERSION, len(description), zlib.crc32(description))

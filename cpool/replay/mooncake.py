@@ -34,6 +34,8 @@ def parse_line(line: bytes) -> Request:
             raise ValueError("not UTF-8") from None
         except json.JSONDecodeError as error:
             raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from None
+        except RecursionError:
+            raise ValueError("not JSON that can be read: it is nested too deeply") from None
         if not isinstance(record, dict):
             raise ValueError(f"a JSON object is needed, not {_kind(record)}")
         hash_ids = hash_id_array(_field(record, "hash_ids"))
@@ -154,7 +156,7 @@ def _split(line: bytes) -> tuple[dict[str, object], NDArray[np.int64] | None]:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             ids = np.fromstring(digits, dtype=np.int64, sep=",")
-    except (ValueError, DeprecationWarning):
+    except (ValueError, RecursionError, DeprecationWarning):
         return {}, None
     # The list cut out must be the object's own, each comma must have separated two numbers,
     # and a number that does not fit would have been read as the largest one.

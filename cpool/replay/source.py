@@ -6,19 +6,31 @@ The kind of compression is told by the first bytes, so it works on standard inpu
 
 import gzip
 import hashlib
+import importlib
 import io
 import lzma
 import os
 import sys
+import zlib
 from collections.abc import Callable
 from stat import S_ISREG
 from typing import Any
 
 from cpool.replay.records import TraceError
 
+
+def _zstd_errors() -> tuple[type[Exception], ...]:
+    for module in ("compression.zstd", "zstandard"):
+        try:
+            return (importlib.import_module(module).ZstdError,)
+        except ImportError:
+            continue
+    return ()
+
+
 STDIN = "-"
 # What a damaged archive makes the unpackers raise.
-UNPACK_ERRORS = (EOFError, OSError, lzma.LZMAError)
+UNPACK_ERRORS = (EOFError, OSError, lzma.LZMAError, zlib.error, *_zstd_errors())
 
 
 class HashingReader(io.RawIOBase):

@@ -9,7 +9,6 @@ compared, so the model is the oracle; a debug build checks every invariant as we
 from collections.abc import Sequence
 from typing import Any
 
-from .. import operations
 from ..test_model import Pair
 
 WIDTHS = (32, 16, 8, 20)
