@@ -26,6 +26,8 @@ compile_args = ["-O3", "-std=c11", "-fno-strict-aliasing", "-Wno-unused-function
 link_args: list[str] = []
 if debug or asan:
     compile_args += ["-O1", "-g"]
+else:
+    compile_args += ["-g0"]  # debug information would be most of the file and of the build time
 if asan:
     sanitizers = "-fsanitize=address,undefined"
     compile_args += [sanitizers, "-fno-omit-frame-pointer", "-fno-sanitize-recover=undefined"]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV-cache block pool for LLM serving: vLLM's decisions in flat C arrays."""
 
-from cpool.core.contract import BlockIdError, ContractError, Registration
+from cpool.core.contract import BlockIdError, ContractError, Registration, SavedPoolError
 from cpool.core.pool import BlockPool, KVCacheBlock
 from cpool.core.standalone import BlockHashToBlockMap, FreeKVCacheBlockQueue
 from cpool.hashing import BlockHashes, BlockHasher, BlockHashListWithBlockSize, hash_tokens
@@ -17,6 +17,7 @@ __all__ = [
     "FreeKVCacheBlockQueue",
     "KVCacheBlock",
     "Registration",
+    "SavedPoolError",
     "hash_tokens",
 ]
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from cpool.replay import command as replay_command
 from cpool.replay.report import versions
+from cpool.vllm import doctor
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,6 +19,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     replay_command.add_arguments(
         subcommands.add_parser("replay", help="replay a trace at several cache sizes")
     )
+    subcommands.add_parser(
+        "doctor", help="show which block pool vLLM uses here, and prove it"
+    ).set_defaults(run=lambda _: doctor.main([]))
     args = parser.parse_args(argv)
     code: int = args.run(args)
     return code

@@ -125,11 +125,10 @@ class Driver:
             self.prefix_of |= request.prefix_of
 
     def step(self):
-        operation = self.random.choice(
-            [self.allocate, self.allocate, self.register, self.register, self.register_ids]
-            + [self.register_ids, self.partial, self.partial_id, self.free, self.free]
-            + [self.touch, self.evict, self.move, self.insert, self.rare]
-        )
+        frequent = [self.register, self.register_ids, self.partial, self.partial_id]
+        frequent += [self.allocate, self.free]
+        others = [self.touch, self.evict, self.move, self.insert, self.rare]
+        operation = self.random.choice(2 * frequent + others)
         operation()
 
     def free_of_hash(self):

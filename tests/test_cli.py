@@ -56,7 +56,7 @@ def bad_trace(tmp_path):
 
 def command(*arguments, **options):
     return subprocess.run(
-        [sys.executable, "-m", "cpool.cli", *map(str, arguments)],
+        [sys.executable, "-P", "-m", "cpool.cli", *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=60,
@@ -209,7 +209,7 @@ def test_an_interrupted_run_reports_what_it_had(tmp_path, sweep):
     blocks = [] if sweep else ["--blocks", "8"]
     options = ["--block-size", "16", "--json", str(report_path), *blocks]
     process = subprocess.Popen(
-        [sys.executable, "-m", "cpool.cli", "replay", "-", *options],
+        [sys.executable, "-P", "-m", "cpool.cli", "replay", "-", *options],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -234,7 +234,7 @@ def test_an_interrupted_run_reports_what_it_had(tmp_path, sweep):
 def test_a_terminal_gets_a_progress_line_that_is_wiped_at_the_end():
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "cpool.cli", "replay", "--workload", "rag", "--requests", "3000"],
+        [sys.executable, "-P", "-m", "cpool.cli", "replay", "--workload", "rag", "--requests", "3000"],
         stdout=subprocess.DEVNULL,
         stderr=theirs,
     )

@@ -24,7 +24,7 @@ import cpool
 pytest.importorskip("zmq", reason="publishing needs cpool[events]")
 pytest.importorskip("msgspec", reason="publishing needs cpool[events]")
 
-from cpool.events.publisher import EventPublisher  # noqa: E402
+from cpool.events.publisher import EventPublisher
 
 pytestmark = pytest.mark.dynamo
 
@@ -45,9 +45,7 @@ class Request:
     session_id = None
 
     def __init__(self, choices):
-        self.all_token_ids = [
-            1000 * position + choice for position, choice in enumerate(choices)
-        ]
+        self.all_token_ids = [1000 * position + choice for position, choice in enumerate(choices)]
         self.block_hashes = []
         digest = b""
         for start in range(0, len(self.all_token_ids), HASH_BLOCK_SIZE):
@@ -131,7 +129,7 @@ def index(tmp_path_factory):
 class Engine:
     """A pool that serves prompts, and a publisher that tells of it."""
 
-    def __init__(self, index, instance, seed, truthful_events):
+    def __init__(self, index, instance, seed, truthful_events, late=False):
         self.index = index
         self.instance = instance
         self.random = random.Random(seed)
@@ -141,12 +139,16 @@ class Engine:
             HASH_BLOCK_SIZE,
             enable_kv_cache_events=True,
             truthful_events=truthful_events,
+            detailed_snapshots=late,
         )
-        self.publisher = EventPublisher(self.pool, ANY_PORT, ANY_PORT)
+        self.publisher = EventPublisher(self.pool, ANY_PORT, ANY_PORT, buffer_steps=2)
         self.requests = [
             Request([self.random.choice((1, 2)) if at % 20 == 0 else 0 for at in range(80)])
             for _ in range(6)
         ]
+        if late:
+            for _ in range(60):
+                self.step()
         index.register(instance, self.publisher)
         self.wait_for_subscription()
 
@@ -243,6 +245,18 @@ def test_the_index_answers_what_the_pool_holds(index, seed):
     engine = Engine(index, 100 + seed, seed, truthful_events=True)
     with engine.publisher:
         for step in range(120):
+            engine.step()
+            assert engine.agrees(), (step, engine.answered(), engine.expected())
+
+
+def test_an_index_that_comes_late_learns_all_from_a_snapshot(index):
+    engine = Engine(index, 300, 7, truthful_events=True, late=True)
+    with engine.publisher:
+        engine.publisher.request_snapshot()
+        engine.publisher.publish()
+        assert sum(engine.expected()) > 0
+        assert engine.agrees(), (engine.answered(), engine.expected())
+        for step in range(30):
             engine.step()
             assert engine.agrees(), (step, engine.answered(), engine.expected())
 

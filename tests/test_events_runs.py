@@ -132,6 +132,21 @@ def test_what_the_caller_changes_later_does_not_change_events():
         pool.take_events()
 
 
+@pytest.mark.parametrize("truthful_events", [False, True])
+def test_a_block_named_twice_is_replaced_with_all_that_it_has(truthful_events):
+    pool = make_pool(truthful_events=truthful_events)
+    (block,) = pool.get_new_blocks(1)
+    request = Request(list(range(40)))
+    for num_tokens in range(20, 0, -HASH_BLOCK_SIZE):
+        pool.cache_partial_block(request, block, num_tokens, 0, BLOCK_SIZE)
+    block.reset_hash()  # takes the first key away; nine extra ones stay
+    pool.take_events()
+    pool.cache_full_ids([1, 1], request.full_hashes()[5:7], 0, BLOCK_SIZE, 5)
+    events = pool.take_events()
+    assert sum(isinstance(event, BlockRemoved) for event in events) == 10
+    assert pool.num_registrations == 1
+
+
 def test_the_request_is_described():
     pool = make_pool()
     ids = pool.get_new_block_ids(2)

@@ -113,6 +113,41 @@ def test_parents_are_the_resident_block_before(seed):
         assert [parent] == (expected or [None])
 
 
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_a_detailed_snapshot_carries_the_tokens_of_every_block(seed):
+    driver = Driver(seed, with_inserts=False, truthful_events=True, detailed_snapshots=True)
+    for _ in range(60):
+        driver.step()
+    consumer = StrictConsumer(driver.prefix_of)
+    events = list(driver.pool.snapshot_events().events)
+    assert all(event.token_ids for event in events)
+    consumer.apply(events)  # checks that tokens belong to hashes and parents
+    assert consumer.keys == pool_keys(driver.pool)
+
+
+def test_a_detailed_snapshot_tells_what_the_events_told():
+    pool = make_pool(detailed_snapshots=True)
+    ids = pool.get_new_block_ids(2)
+    pool.cache_full_ids(
+        ids,
+        Request(TOKENS).full_hashes()[:2],
+        0,
+        BLOCK_SIZE,
+        token_ids=TOKENS[:8],
+        lora_id=7,
+        lora_name="adapter",
+        extra_keys=[("adapter", "salt"), ("adapter",)],
+        session_id="s",
+    )
+    (event,) = pool.take_events()
+    first, second = pool.snapshot_events().events
+    assert first.token_ids + second.token_ids == event.token_ids
+    assert first.extra_keys + second.extra_keys == event.extra_keys
+    for part in (first, second):
+        assert (part.lora_id, part.lora_name, part.session_id) == (7, "adapter", "s")
+
+
 def test_a_chain_of_blocks_is_one_event():
     pool = make_pool()
     request = Request(TOKENS)

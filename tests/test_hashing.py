@@ -364,7 +364,7 @@ def run_in_new_process(code, seed=None):
         env["PYTHONHASHSEED"] = seed
     env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     return subprocess.run(
-        [sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True
+        [sys.executable, "-P", "-c", code], env=env, check=True, capture_output=True, text=True
     ).stdout.strip()
 
 

@@ -9,6 +9,7 @@ CPOOL_TEST_SEED=n repeats a printed seed.
 import itertools
 import os
 import random
+from functools import partial
 from typing import Any
 
 import hypothesis
@@ -49,6 +50,10 @@ RAISES = {
 }
 
 
+def note_reuse(log: list[Any], call: int, block_id: int) -> None:
+    log.append((call, block_id))
+
+
 class Pair:
     """A pool and its model, in step."""
 
@@ -61,7 +66,9 @@ class Pair:
         self.pool = cpool.BlockPool(*shape, self.collectors[1])
         self.handles = HandleCalls(self.pool)
         self.ids = IdCalls(self.pool)
-        self.reused: tuple[list[int], list[int]] = ([], [])
+        # Which call of unpin_blocks heard of which block, on the model and on the pool.
+        self.reused: tuple[list[Any], list[Any]] = ([], [])
+        self.num_unpins = 0
         self.last: operations.Operation | None = None
 
     def step(self, generator: operations.Generator, pick: operations.Picker) -> str:
@@ -70,7 +77,10 @@ class Pair:
         self.last = operation
         method, args, by_ids = operation
         calls = self.ids if by_ids else self.handles
-        watchers = [(log.append,) if method == "unpin_blocks" else () for log in self.reused]
+        watchers: list[tuple[Any, ...]] = [(), ()]
+        if method == "unpin_blocks":
+            self.num_unpins += 1
+            watchers = [(partial(note_reuse, log, self.num_unpins),) for log in self.reused]
         try:
             expected = getattr(self.model, method)(*args, *watchers[0])
         except ModelError as refusal:

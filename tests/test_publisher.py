@@ -54,8 +54,9 @@ def sockets():
 class Feed:
     """Gives a pool something to say: one block comes or goes at each call."""
 
-    def __init__(self, pool):
+    def __init__(self, pool, group=0):
         self.pool = pool
+        self.group = group
         self.ids = pool.get_new_block_ids(1)
         self.digest = Request(list(range(BLOCK_SIZE))).full_hashes()
         self.is_stored = False
@@ -64,7 +65,7 @@ class Feed:
         if self.is_stored:
             self.pool.evict_ids(self.ids)
         else:
-            self.pool.cache_full_ids(self.ids, self.digest, 0, BLOCK_SIZE)
+            self.pool.cache_full_ids(self.ids, self.digest, self.group, BLOCK_SIZE)
         self.is_stored = not self.is_stored
 
 
@@ -203,23 +204,22 @@ def test_a_full_queue_loses_a_batch_and_mends_it(sockets, caplog, monkeypatch):
         return encode_batch(*arguments)
 
     monkeypatch.setattr("cpool.events.publisher.encode_batch", wait_and_encode)
-    driver = Driver(11, truthful_events=True)
-    feed = Feed(driver.pool)
-    with EventPublisher(driver.pool, ANY_PORT, ANY_PORT, max_queue_size=3) as publisher:
-        feed()
+    pool = make_pool()
+    feeds = [Feed(pool, group) for group in range(3)]
+    with EventPublisher(pool, ANY_PORT, ANY_PORT, max_queue_size=3) as publisher:
+        feeds[0]()
         first = publisher.publish()
         entered.wait()
         with caplog.at_level(logging.WARNING, "cpool.events"):
-            for _ in range(10):
-                feed()
-                driver.step()
+            for step in range(10):
+                feeds[step % 3]()
                 publisher.publish()
         assert publisher.num_gaps == 1
         assert publisher.num_lost_batches == 8  # 3 wait, the one being sent among them
         assert len([r for r in caplog.records if "lost" in r.getMessage()]) == 1
         gate.set()
         until(lambda: publisher.num_sent_batches == 3)
-        feed()
+        feeds[0]()
         last = publisher.publish()
         until(lambda: publisher.num_sent_batches == 4)
         assert publisher.num_snapshots == 1
@@ -230,7 +230,8 @@ def test_a_full_queue_loses_a_batch_and_mends_it(sockets, caplog, monkeypatch):
         consumer = Consumer()
         for _, _, payload in batches:
             consumer.apply(decode_batch(payload).events)
-        assert consumer.keys == pool_keys(driver.pool)
+        assert consumer.keys == pool_keys(pool)
+        assert consumer.keys
 
 
 def test_a_batch_that_cannot_be_encoded_is_followed_by_a_snapshot(sockets, caplog):

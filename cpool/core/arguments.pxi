@@ -82,6 +82,15 @@ cdef IdBatch read_ids(object ids, uint32_t num_blocks):
     return batch
 
 
+cdef int copy_ids(IdBatch batch) except -1:
+    # The ids as they were checked, whatever happens to the caller's array from now on.
+    cdef IdBuffer copied = make_buffer(batch.count)
+    memcpy(copied.ids, batch.ids, batch.count * sizeof(block_id_t))
+    batch.kept = copied
+    batch.ids = copied.ids
+    return 0
+
+
 cdef object ids_as_array(object ids, uint32_t num_blocks):
     if isinstance(ids, (str, dict)):
         raise TypeError(f"block ids must be integers, not {type(ids).__name__}")

@@ -16,6 +16,10 @@ class BlockIdError(ContractError, IndexError):
     """A block id is out of range; nothing was changed."""
 
 
+class SavedPoolError(ValueError):
+    """A file is no saved pool, a damaged one, or one that this version cannot read."""
+
+
 class Registration(NamedTuple):
     """One key under which a block can be found.
 

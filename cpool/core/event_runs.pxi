@@ -27,6 +27,20 @@ cdef class EventRun:
         )
 
 
+cdef inline void append_removed(
+    RemovedRun run, const Space* space, const uint8_t* digest
+) noexcept:
+    # There is room: whoever made the run counted the keys.
+    cdef char* row = run.rows + run.count * run.row_bytes
+    (<RemovedKey*>row).group = space.group
+    (<RemovedKey*>row).width = <uint8_t>space.width
+    if space.width == 32:
+        memcpy(row + sizeof(RemovedKey), digest, 32)
+    else:
+        memcpy(row + sizeof(RemovedKey), digest, space.width)
+    run.count += 1
+
+
 cdef class RemovedRun(EventRun):
     """Keys that left, in order; each is one `BlockRemoved`."""
 
@@ -44,14 +58,6 @@ cdef class RemovedRun(EventRun):
         run.count = stop - start
         run.fields = self.fields
         return run
-
-    cdef void append(self, const Space* space, const uint8_t* digest) noexcept:
-        # There is room: whoever made the run counted the keys.
-        cdef RemovedKey* row = self.row(self.count)
-        row.group = space.group
-        row.width = <uint8_t>space.width
-        memcpy(<uint8_t*>row + sizeof(RemovedKey), digest, space.width)
-        self.count += 1
 
     @property
     def num_events(self):
@@ -104,14 +110,12 @@ cdef class RemovedRun(EventRun):
         return written(&writer)
 
 
-cdef RemovedRun make_removed_run(object fields, size_t count, uint32_t stride):
-    # With room for `count` keys of up to `stride` bytes.
-    cdef RemovedRun run = RemovedRun.__new__(RemovedRun)
-    run.fields = fields
+cdef int reserve_removed(RemovedRun run, size_t count, uint32_t stride) except -1:
+    # Room for `count` keys of up to `stride` bytes.
     run.row_bytes = sizeof(RemovedKey) + stride
     memory.allocate(&run.array, count, run.row_bytes)
     run.rows = run.array.data
-    return run
+    return 0
 
 
 cdef class StoredRun(EventRun):

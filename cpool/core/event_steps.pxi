@@ -20,14 +20,14 @@ cdef size_t count_keys(const Core* core, const block_id_t* ids, size_t count) no
 
 
 cdef size_t count_replaced(const Core* core, const block_id_t* ids, size_t count) noexcept:
-    # As count_keys, of those blocks that have a primary key: registration promotes them.
+    # As count_keys, of blocks that are about to be registered: most have none. A block whose
+    # primary key was taken away by hand still has its extra ones.
     cdef size_t i, found = 0
     if core.blocks.keys == NULL:
         return 0
     for i in range(count):
-        if core.blocks.keys[ids[i]].space:
-            found += count_keys(core, ids + i, 1)
-    return found
+        found += core.blocks.keys[ids[i]].space != 0
+    return found if core.index.heads == NULL else found + count_keys(core, ids, count)
 
 
 cdef inline void log_key(
@@ -37,7 +37,7 @@ cdef inline void log_key(
     if truthful and registry.flagged_space(core, holder) & SHARED_FLAG:
         return
     key = registry.key_of(core, holder)
-    run.append(&core.spaces[key.space], key.digest)
+    append_removed(run, &core.spaces[key.space], key.digest)
 
 
 cdef void log_keys(const Core* core, block_id_t id, RemovedRun run, bint truthful) noexcept:
@@ -51,11 +51,19 @@ cdef void log_keys(const Core* core, block_id_t id, RemovedRun run, bint truthfu
         holder.extra = reverse_index.extra(&core.index, holder.extra).next
 
 
+cdef inline bint has_own_key_only(const Core* core, block_id_t id) noexcept:
+    # Whether a block has one key, which the table knows and no other block holds.
+    cdef space_t space = core.blocks.keys[id].space
+    return space != 0 and not space & (LOOSE_FLAG | SHARED_FLAG) and (
+        reverse_index.first(&core.index, id) == NO_RECORD
+    )
+
+
 cdef size_t evict_logged(
     Core* core, const block_id_t* ids, size_t count, RemovedRun run, bint truthful
 ) noexcept:
     # As evict_run, and every key that leaves is appended to `run`, which has room.
-    cdef hash_t hashes[32]
+    cdef hash_t hashes[registry.PIPELINE]
     cdef size_t start = 0, width, i, evicted = 0
     cdef space_t space
     cdef Key key
@@ -73,17 +81,18 @@ cdef size_t evict_logged(
                 hashes[i - start] = registry.hash_of(core, &key)
                 table.prefetch_home(&core.table, hashes[i - start])
         for i in range(start, start + width):
-            log_keys(core, ids[i], run, truthful)
-            space = core.blocks.keys[ids[i]].space
-            if space and not space & LOOSE_FLAG and (
-                reverse_index.first(&core.index, ids[i]) == NO_RECORD
-            ):
-                registry.unlink_hashed(core, registry.primary(ids[i]), hashes[i - start])
-                core.blocks.keys[ids[i]].space = 0
-                core.blocks.keys[ids[i]].num_tokens = 0
-                evicted += 1
-            else:
+            if not has_own_key_only(core, ids[i]):
+                log_keys(core, ids[i], run, truthful)
                 evicted += registry.drop_keys(core, ids[i]) != 0
+                continue
+            space = core.blocks.keys[ids[i]].space
+            append_removed(
+                run, &core.spaces[space & SPACE_MASK], blocks.digest_slot(&core.blocks, ids[i])
+            )
+            registry.unlink_hashed(core, registry.primary(ids[i]), hashes[i - start])
+            core.blocks.keys[ids[i]].space = 0
+            core.blocks.keys[ids[i]].num_tokens = 0
+            evicted += 1
         start += width
     return evicted
 
@@ -115,6 +124,14 @@ cdef class EventSource:
         # One event, or run, for rows start to stop, which follow one another.
         raise NotImplementedError
 
+    cdef EventDetail detail(self, object stored):
+        # What `stored`, which is about all rows, carries.
+        raise NotImplementedError
+
+    cdef size_t detail_row(self, size_t i) except? 0:
+        # Which of the detail's blocks row i is.
+        raise NotImplementedError
+
 
 cdef class RequestSource(EventSource):
     """Rows are blocks of a request, some passed over."""
@@ -131,6 +148,20 @@ cdef class RequestSource(EventSource):
             (positions[stop - start - 1] + 1) * self.size, self.size, self.group,
             [(position * self.size, (position + 1) * self.size) for position in positions],
         )
+
+    cdef EventDetail detail(self, object stored):
+        # `stored` is the event for all rows; a row's number counts from its first token.
+        cdef EventDetail detail = make_detail(stored.token_ids, self.size)
+        detail.lora_id = stored.lora_id
+        detail.lora_name = stored.lora_name
+        detail.session_id = stored.session_id
+        for i, keys in enumerate(stored.extra_keys or ()):
+            if keys is not None:
+                detail.extra_keys[self.detail_row(i)] = keys
+        return detail
+
+    cdef size_t detail_row(self, size_t i) except? 0:
+        return self.positions[i] - self.first
 
     cdef object stored_range(self, object first, object last):
         # As vLLM: one event for blocks first to last, whichever of them are registered.
@@ -158,7 +189,10 @@ cdef class BatchSource(EventSource):
             count += self.ids[i] != NULL_BLOCK
         run.rows = PyBytes_FromStringAndSize(NULL, count * width)
         copied = PyBytes_AS_STRING(run.rows)
-        for i in range(start, stop):
+        if count == stop - start and rows.row_bytes == width:
+            memcpy(copied, rows.rows + start * width, count * width)
+            count = 0
+        for i in range(start, stop if count else start):
             if self.ids[i] != NULL_BLOCK:
                 memcpy(copied, rows.rows + i * rows.row_bytes, width)
                 copied += width
@@ -175,13 +209,29 @@ cdef class BatchSource(EventSource):
             )
         return run
 
+    cdef EventDetail detail(self, object stored):
+        cdef StoredRun run = stored
+        cdef EventDetail detail = make_detail(run.token_ids, self.size)
+        detail.lora_id = self.description["lora_id"]
+        detail.lora_name = self.description["lora_name"]
+        detail.session_id = self.description["session_id"]
+        for i, keys in enumerate(self.extra_keys or ()):
+            if keys is not None:
+                detail.extra_keys[i] = keys
+        return detail
+
+    cdef size_t detail_row(self, size_t i) except? 0:
+        return i
+
 
 cdef object copy_tokens(object token_ids, object start, object stop):
-    # What the caller may change later is copied: a list, or an array.
+    # What the caller may change later is copied: a list, or an array that is not read-only.
     if token_ids is None:
         return []
     part = token_ids[start:stop]
-    return np.array(part) if isinstance(part, np.ndarray) else list(part)
+    if not isinstance(part, np.ndarray):
+        return list(part)
+    return np.array(part) if part.flags.writeable else part
 
 
 cdef class RegistrationLog:
@@ -210,18 +260,18 @@ cdef class RegistrationLog:
     cdef int reserve_removals(self) except -1:
         # A block that is named twice is replaced by this very batch.
         self.space = registry.find_space(&self.pool.core, self.source.group, self.rows.width)
-        self.removed = make_removed_run(
-            self.pool.place_fields(),
+        self.removed = RemovedRun.__new__(RemovedRun)
+        self.removed.fields = self.pool.place_fields()
+        reserve_removed(
+            self.removed,
             count_replaced(&self.pool.core, self.ids, self.rows.count) + self.rows.count,
             self.pool.core.blocks.stride,
         )
         return 0
 
     cdef int replacing(self, size_t i) except -1:
-        # Before a registration that takes a block's keys away, if it has a primary one.
+        # Before a registration that takes a block's keys away.
         cdef size_t before = self.removed.count
-        if not registry.has_primary(&self.pool.core, self.ids[i]):
-            return 0
         log_keys(&self.pool.core, self.ids[i], self.removed, self.truthful)
         if self.truthful and self.removed.count > before:
             self.close()
@@ -229,9 +279,7 @@ cdef class RegistrationLog:
         return 0
 
     cdef int registered(self, size_t i, bint is_new) except -1:
-        parents.note(&self.pool.parents, self.ids[i], NO_RECORD, self.parent_of.values[i])
-        if not self.truthful:
-            return 0
+        # For the truthful stream only.
         if is_new and self.start < self.stop and self.stop == i and self.follows(i):
             self.stop = i + 1
             return 0
@@ -289,3 +337,31 @@ cdef uint64_t low_bits(object digest) except? 0:
     return parents.from_digest(
         <const uint8_t*>PyBytes_AS_STRING(digest), PyBytes_GET_SIZE(digest)
     )
+
+
+cdef class EventDetail:
+    """What the events of one registration carried beside hashes; kept for snapshots."""
+
+    cdef int describe(self, object event, size_t row) except -1:
+        # `event` is about one block of the registration.
+        size = self.size
+        event.token_ids = self.token_ids[row * size:(row + 1) * size].tolist()
+        if event.token_ids:
+            event.block_size = size
+        event.lora_id = self.lora_id
+        event.lora_name = self.lora_name
+        event.session_id = self.session_id
+        event.extra_keys = [self.extra_keys.get(row)]
+        return 0
+
+
+cdef EventDetail make_detail(object token_ids, object size):
+    cdef EventDetail detail = EventDetail.__new__(EventDetail)
+    detail.token_ids = np.asarray(token_ids)
+    if detail.token_ids.dtype.kind not in "iu":
+        detail.token_ids = detail.token_ids.astype(np.int32)
+    if detail.token_ids.dtype.itemsize > 4 and not isinstance(token_ids, np.ndarray):
+        detail.token_ids = detail.token_ids.astype(np.int32)
+    detail.size = size
+    detail.extra_keys = {}
+    return detail

@@ -17,6 +17,9 @@ cdef extern from * nogil:
 
     #define CPOOL_MAX_SEED_WORDS 36
 
+    /* Debug builds can make keys collide. */
+    static uint32_t cpool_hash_mask = 0xFFFFFFFF;
+
     static inline uint64_t cpool_word(const uint8_t *bytes) {
         uint64_t word;
         memcpy(&word, bytes, 8);
@@ -27,7 +30,11 @@ cdef extern from * nogil:
         uint64_t x = (uint64_t)sum ^ ((uint64_t)(sum >> 64) * (seed[0] | 1));
         x ^= x >> 32;
         x *= seed[1] | 1;
-        return (uint32_t)(x >> 32);
+        uint32_t hash = (uint32_t)(x >> 32);
+    #if CPOOL_DEBUG
+        hash &= cpool_hash_mask;
+    #endif
+        return hash;
     }
 
     /* `salt` stands for the space; seed holds CPOOL_MAX_SEED_WORDS random words. */
@@ -61,6 +68,7 @@ cdef extern from * nogil:
         return memcmp(a, b, width) == 0;
     }
     """
+    uint32_t hash_mask "cpool_hash_mask"
     hash_t hash_key "cpool_hash_key"(
         const uint8_t* digest, uint32_t width, uint64_t salt, const uint64_t* seed
     ) noexcept

@@ -12,6 +12,16 @@ from cpool.core.memory cimport Array
 from cpool.core.types cimport block_id_t, record_id_t, uint8_t, uint64_t, NO_RECORD
 from libc.string cimport memcpy
 
+cdef extern from * nogil:
+    """
+    #if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+    #define cpool_big_endian(word) __builtin_bswap64(word)
+    #else
+    #define cpool_big_endian(word) (word)
+    #endif
+    """
+    uint64_t big_endian "cpool_big_endian"(uint64_t word) noexcept
+
 
 cdef struct Parents:
     uint64_t* of_block      # of each block's primary key; NULL until events need it
@@ -25,7 +35,10 @@ cdef inline uint64_t from_digest(const uint8_t* digest, size_t width) noexcept:
     # The last eight bytes, read as a big-endian number, plus one.
     cdef uint64_t low = 0
     cdef size_t i
-    for i in range(width - 8 if width > 8 else 0, width):
+    if width >= 8:
+        memcpy(&low, digest + width - 8, 8)
+        return big_endian(low) + 1
+    for i in range(width):
         low = (low << 8) | digest[i]
     return low + 1
 

@@ -3,7 +3,9 @@ from cpool.core.keys cimport Key, Space
 from cpool.core.memory cimport Array
 from cpool.core.parents cimport Parents
 from cpool.core.registry cimport Core, Holder
-from cpool.core.types cimport block_id_t, hash_t, int64_t, space_t, uint8_t, uint32_t, uint64_t
+from cpool.core.types cimport (
+    block_id_t, hash_t, int64_t, record_id_t, space_t, uint8_t, uint32_t, uint64_t,
+)
 from cpython.buffer cimport Py_buffer
 from cpython.object cimport PyObject
 
@@ -23,15 +25,6 @@ cdef class HashBatch:
     cdef uint32_t width
 
     cdef bytes row(self, size_t i)
-
-
-cdef enum:
-    PAGE_HANDLES = 64
-
-
-cdef struct HandlePage:
-    PyObject* handles[PAGE_HANDLES]     # the live handle of each block, borrowed, or NULL
-    uint32_t num_live
 
 
 cdef class IdBatch:
@@ -65,7 +58,6 @@ cdef class RemovedRun(EventRun):
 
     cdef RemovedKey* row(self, size_t i) noexcept
     cdef RemovedRun part(self, size_t start, size_t stop)
-    cdef void append(self, const Space* space, const uint8_t* digest) noexcept
 
 
 cdef struct StoredSpan:
@@ -86,6 +78,7 @@ cdef class SnapshotRun(EventRun):
     cdef list spaces            # (group, width) of each space
     cdef dict descriptions      # group -> further fields of its events
     cdef object medium
+    cdef list details           # (EventDetail, its block) or None for each row; or None
 
     cdef bytes digest(self, size_t row, size_t width)
 
@@ -104,6 +97,17 @@ cdef class StoredRun(EventRun):
 cdef class BlockPool
 
 
+cdef class EventDetail:
+    cdef object token_ids   # array, `size` for each block of the registration
+    cdef object size
+    cdef dict extra_keys    # block of the registration -> keys, where it has some
+    cdef object lora_id
+    cdef object lora_name
+    cdef object session_id
+
+    cdef int describe(self, object event, size_t row) except -1
+
+
 cdef class EventSource:
     cdef BlockPool pool
     cdef object group
@@ -111,6 +115,8 @@ cdef class EventSource:
 
     cdef object parent_digest(self, size_t i)
     cdef object stored(self, size_t start, size_t stop, object parent)
+    cdef EventDetail detail(self, object stored)
+    cdef size_t detail_row(self, size_t i) except? 0
 
 
 cdef class RequestSource(EventSource):
@@ -119,6 +125,7 @@ cdef class RequestSource(EventSource):
     cdef Py_ssize_t scale
     cdef list digests
     cdef list positions     # index of each row's block in the request
+    cdef object first       # the block with which the event for all rows begins
 
     cdef object stored_range(self, object first, object last)
 
@@ -142,6 +149,7 @@ cdef class RegistrationLog:
     cdef EventSource source
     cdef TokenBuffer parent_of      # of each row, as parents.pxd keeps it
     cdef RemovedRun removed         # has room for all that can be replaced
+    cdef EventDetail detail         # to be kept for snapshots, or None
     cdef bint truthful
     cdef list steps                 # truthful: a RemovedRun or (start, stop, parent is resident)
     cdef size_t start, stop         # rows of the run that is open, equal when none is
@@ -155,6 +163,15 @@ cdef class RegistrationLog:
     cdef bint has_resident_parent(self, size_t i) except -1
     cdef int close(self) except -1
     cdef int finish(self, object stored) except -1
+
+
+cdef enum:
+    PAGE_HANDLES = 64
+
+
+cdef struct HandlePage:
+    PyObject* handles[PAGE_HANDLES]     # the live handle of each block, borrowed, or NULL
+    uint32_t num_live
 
 
 cdef class KVCacheBlock:
@@ -174,12 +191,16 @@ cdef class BlockPool:
     cdef Array pages_array          # HandlePage* per 64 blocks, from the first handle on
     cdef HandlePage** pages         # NULL where no handle lives
     cdef uint32_t num_pages
+    cdef uint32_t num_allocating    # calls whose blocks have left the queue and await callbacks
     cdef uint32_t num_exports       # numpy views of the key columns that are alive
     cdef uint32_t hash_width        # of the first key registered; 0 before it and after a reset
     cdef Parents parents            # of registrations, while events are on
     cdef dict group_block_sizes     # group -> tokens in a block, as last registered
     cdef bint is_resetting          # and nothing that happens is to be told
+    cdef list details               # (EventDetail, its block) of each primary key; or None
+    cdef dict extra_details         # of records of the reverse index
     cdef readonly bint truthful_events
+    cdef readonly bint detailed_snapshots
     cdef readonly unsigned long long num_event_batches
     cdef readonly unsigned long long num_evicted_blocks
     cdef readonly object num_gpu_blocks
@@ -229,6 +250,10 @@ cdef class BlockPool:
         self, const block_id_t* ids, const uint64_t* ends, HashBatch batch, uint32_t group,
         uint64_t size, EventSource source, object stored,
     ) except -1
+    cdef int register_steps(
+        self, const block_id_t* ids, const uint64_t* ends, HashBatch batch, uint32_t group,
+        size_t step, RegistrationLog log,
+    ) except -1
     cdef int register_step(
         self, const block_id_t* ids, const uint64_t* ends, HashBatch batch, size_t first,
         size_t total, uint32_t group, RegistrationLog log,
@@ -243,8 +268,12 @@ cdef class BlockPool:
     cdef bint holds(self, block_id_t id, bytes digest, uint32_t group) except -1
     cdef int register_partial(
         self, block_id_t id, bytes digest, uint64_t tokens, uint32_t group, bint replace,
-        object parent, object stored, bint compact,
+        object parent, object stored, EventDetail detail, bint compact,
     ) except -1
+    cdef int evict_all(self, const block_id_t* ids, size_t count, bint compact) except -1
+    cdef size_t evict_quietly(
+        self, const block_id_t* ids, size_t count, RemovedRun removed
+    ) noexcept
     cdef int move_run(self, block_id_t source, block_id_t target) except -1
     cdef int forget_keys(self) except -1
     cdef object types_of_events(self)
@@ -273,4 +302,12 @@ cdef class BlockPool:
     cdef int emit_removed(self, RemovedRun removed, bint compact) except -1
     cdef int emit_arrival(self, bytes key) except -1
     cdef int emit_departure(self, Holder holder) except -1
+    cdef int note_detail(
+        self, block_id_t id, bint as_extra, EventDetail detail, size_t row
+    ) except -1
+    cdef EventDetail request_detail(self, object request, object start, object end)
+    cdef object detail_of(self, Holder holder)
+    cdef record_id_t last_extra(self, block_id_t id) noexcept
     cdef SnapshotRun take_snapshot(self)
+    cdef dict settings(self)
+    cdef int load_arrays(self, dict settings, dict arrays) except -1

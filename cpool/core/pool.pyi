@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from os import PathLike
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,9 @@ class ContractError(ValueError, AssertionError):
 
 class BlockIdError(ContractError, IndexError):
     """A block id is out of range; nothing was changed."""
+
+class SavedPoolError(ValueError):
+    """A file is no saved pool, a damaged one, or one that this version cannot read."""
 
 class Registration(NamedTuple):
     block_hash: bytes
@@ -105,10 +109,12 @@ class BlockPool:
     metrics_collector: Any
     kv_event_queue: list[Any]
     truthful_events: bool
+    detailed_snapshots: bool
     event_groups: dict[int, tuple[str | None, int | None]]
     event_locality: str | None
     event_ownership: str | None
     num_event_batches: int
+    reports_inserted_keys: bool
     def __init__(
         self,
         num_gpu_blocks: int,
@@ -119,6 +125,7 @@ class BlockPool:
         medium: str = "GPU",
         *,
         truthful_events: bool = False,
+        detailed_snapshots: bool = False,
     ) -> None: ...
     # vLLM's names and decisions; blocks are handles.
     @property
@@ -215,6 +222,10 @@ class BlockPool:
     def move_ids(self, src: int, dst: int) -> None: ...
     def free_queue_ids(self) -> NDArray[np.uint32]: ...  # in eviction order
     def registrations(self, block: KVCacheBlock | int) -> list[Registration]: ...
+    # The whole state as a file.
+    def save(self, path: str | PathLike[str]) -> None: ...
+    @classmethod
+    def load(cls, path: str | PathLike[str], metrics_collector: Any = None) -> Self: ...
     # What the pool holds.
     @property
     def nbytes(self) -> int: ...

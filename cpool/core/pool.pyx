@@ -14,14 +14,15 @@ from cpool.core cimport (
     blocks, check, free_queue, keys, memory, msgpack, parents, registry, reverse_index,
     shared_keys, table, table_stats,
 )
-from cpool.core.keys cimport Key, Space
+from cpool.core.keys cimport Key, Space, MAX_SPACES
 from cpool.core.memory cimport Array, prefetch, prefetch_write
 from cpool.core.msgpack cimport Writer
 from cpool.core.parents cimport Parents
 from cpool.core.registry cimport Core, Holder
 from cpool.core.types cimport (
-    BlockState, block_id_t, hash_t, int32_t, int64_t, record_id_t, ref_t, space_t, uint8_t, uint32_t,
-    uint64_t, INDEX_MASK, LOOSE_FLAG, MAX_BLOCKS, MAX_HASH_BYTES, MAX_NUM_TOKENS, NO_RECORD,
+    BlockState, block_id_t, hash_t, int32_t, int64_t, record_id_t, ref_t, space_t, uint8_t,
+    uint16_t, uint32_t, uint64_t, INDEX_MASK, LOOSE_FLAG, MAX_BLOCKS, MAX_HASH_BYTES,
+    MAX_NUM_TOKENS, NO_RECORD,
     NO_TOKENS_FLAG, NOT_QUEUED, SHARED, SHARED_FLAG, SPACE_MASK,
 )
 from cpython.buffer cimport (
@@ -41,12 +42,19 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from cpool.core.contract import BlockIdError, ContractError, EventSnapshot, Registration
+from cpool.core import saving
+from cpool.core.contract import (
+    BlockIdError, ContractError, EventSnapshot, Registration, SavedPoolError,
+)
 from cpool.core.standalone import BlockHashToBlockMap, FreeKVCacheBlockQueue
 
 cdef extern from *:
     bint CPOOL_DEBUG
     void PyObject_GC_UnTrack(void* object)
+    # Objects made between a check and its commit could start the garbage collector, and then
+    # the __del__ of anything could call the pool. So there it is off.
+    int PyGC_Disable()
+    int PyGC_Enable()
 
 cdef enum:
     NULL_BLOCK = 0
@@ -67,6 +75,7 @@ include "event_steps.pxi"
 include "snapshot.pxi"
 include "handles.pxi"
 include "views.pxi"
+include "save.pxi"
 
 
 cdef void* new_array(object array, Py_buffer* view) except NULL:
@@ -126,6 +135,9 @@ cdef class BlockPool:
         truthful_events: Whether a consumer of the events that keeps a set of (group, hash)
             holds exactly the pool's keys after each batch. Off, the events are those of
             vLLM, whose consumers forget keys that are still resident, among other things.
+        detailed_snapshots: Whether snapshots carry token ids, LoRA, extra keys and session, as
+            the events did. With events on that keeps the tokens of every resident block in
+            memory, four bytes each as a rule, and one small object a block.
 
     Raises:
         ContractError: A size is not an integer in its range.
@@ -138,6 +150,9 @@ cdef class BlockPool:
     # What events say about where the blocks are; None is left out.
     event_locality = None
     event_ownership = None
+    # Whether the truthful stream tells of keys that come through `_insert_block_hash`. False in
+    # a subclass whose callers report those themselves.
+    reports_inserted_keys = True
 
     def __cinit__(self, *args, **kwargs):
         self._reuse_watchers = {}
@@ -152,6 +167,7 @@ cdef class BlockPool:
         medium="GPU",
         *,
         truthful_events=False,
+        detailed_snapshots=False,
     ):
         if self.core.blocks.num_blocks:
             raise ContractError("a pool cannot be initialised twice")
@@ -167,6 +183,7 @@ cdef class BlockPool:
         self.metrics_collector = metrics_collector
         self.medium = medium
         self.truthful_events = truthful_events
+        self.detailed_snapshots = detailed_snapshots
         self.event_groups = {}
         self.group_block_sizes = {}
         self.kv_event_queue = []
@@ -176,6 +193,7 @@ cdef class BlockPool:
     def __dealloc__(self):
         cdef uint32_t i, j
         cdef HandlePage* page
+        cdef bint collects = PyGC_Disable()
         for i in range(self.num_page_slots()):
             page = self.pages[i]
             if page == NULL:
@@ -184,6 +202,8 @@ cdef class BlockPool:
                 if page.handles[j] != NULL:
                     (<KVCacheBlock>page.handles[j]).detach()
             PyMem_RawFree(page)
+        if collects:
+            PyGC_Enable()
         memory.release(&self.pages_array)
         parents.release(&self.parents)
         registry.release(&self.core)
@@ -228,6 +248,10 @@ cdef class BlockPool:
         except BaseException:
             self.forget_handle(id)
             raise
+        if place[0] != NULL:
+            # The garbage collector ran, and a __del__ asked for the same block.
+            page.num_live -= 1
+            return <KVCacheBlock>place[0]
         # A pool's handle refers to no object, so the collector need not look at it.
         PyObject_GC_UnTrack(<void*>block)
         block.owner = <PyObject*>self
@@ -353,7 +377,7 @@ cdef class BlockPool:
             registry.drop_primary(&self.core, id)
         registry.write_primary(&self.core, id, &wanted, flags, tokens)
         note_parent(&self.core, &self.parents, id, False, 0)
-        return 0
+        return self.note_detail(id, False, None, 0)
 
     cdef int assign_primary_tokens(self, block_id_t id, object num_tokens) except -1:
         if id >= self.core.blocks.num_blocks or not registry.has_primary(&self.core, id):
@@ -376,6 +400,8 @@ cdef class BlockPool:
         cdef uint64_t num_keys
         if not self.core.blocks.keys[id].space & LOOSE_FLAG:
             return 0
+        if id == NULL_BLOCK:
+            raise ContractError("the null block is never registered")
         key = registry.key_of(&self.core, registry.primary(id))
         space = self.core.spaces[key.space]
         registry.reserve(&self.core, space.group, space.width, 1, 0)
@@ -418,6 +444,7 @@ cdef class BlockPool:
             &self.core, id, &wanted, registry.hash_of(&self.core, &wanted), flags, tokens
         )
         note_parent(&self.core, &self.parents, id, as_extra, 0)
+        self.note_detail(id, as_extra, None, 0)
         if self.core.table.num_used != num_keys:
             self.emit_arrival(key)
         return 0
@@ -452,7 +479,9 @@ cdef class BlockPool:
 
     cdef int after(self) except -1:
         # Debug builds look at everything after each operation.
-        if CPOOL_DEBUG and self.core.blocks.num_blocks <= CHECKED_UP_TO_BLOCKS:
+        if CPOOL_DEBUG and self.num_allocating == 0 and (
+            self.core.blocks.num_blocks <= CHECKED_UP_TO_BLOCKS
+        ):
             check.check(&self.core)
         return 0
 
@@ -522,7 +551,7 @@ cdef class BlockPool:
         self.check_batch_width(batch)
         found = empty(count, int64_dtype)
         space = registry.find_space(&self.core, group_id, batch.width)
-        if space and count:
+        if space and count and self.core.table.cells != NULL:
             count = registry.find_batch(
                 &self.core, batch.rows, batch.row_bytes, count, space, multiple_of, prefix,
                 <int64_t*>new_array(found, &view),
@@ -618,25 +647,39 @@ cdef class BlockPool:
         # Takes the first `count` blocks out of the queue into `ids`.
         cdef size_t i
         cdef RemovedRun removed = None
-        head_run(&self.core, ids, count)
+        cdef bint collects
+        # A collection between check and commit could run a __del__ that changes the queue.
         if self.is_observed():
-            blocks_taken = self.handles_of(ids, count)
-            free_queue.take_head_run(&self.core.queue, ids, count)
+            collects = PyGC_Disable()
+            try:
+                self.check_available(count)
+                head_run(&self.core, ids, count)
+                blocks_taken = self.handles_of(ids, count)
+                free_queue.take_head_run(&self.core.queue, ids, count)
+            finally:
+                if collects:
+                    PyGC_Enable()
+            self.num_allocating += 1
             try:
                 self.announce_allocation(blocks_taken, ids, count)
             except BaseException:
                 put_back(&self.core, ids, count)
                 raise
+            finally:
+                self.num_allocating -= 1
             return 0
+        collects = self.enable_kv_cache_events and PyGC_Disable()
+        try:
+            self.check_available(count)
+            head_run(&self.core, ids, count)
+            if self.enable_caching:
+                removed = self.log_for(ids, count)
+            free_queue.take_head_run(&self.core.queue, ids, count)
+        finally:
+            if collects:
+                PyGC_Enable()
         if self.enable_caching:
-            removed = self.log_for(ids, count)
-        free_queue.take_head_run(&self.core.queue, ids, count)
-        if removed is not None:
-            self.num_evicted_blocks += evict_logged(
-                &self.core, ids, count, removed, self.truthful_events
-            )
-        elif self.enable_caching:
-            self.num_evicted_blocks += evict_run(&self.core, ids, count)
+            self.num_evicted_blocks += self.evict_quietly(ids, count, removed)
         for i in range(count):
             self.core.blocks.states[ids[i]].ref_cnt = 1
         self.emit_removed(removed, compact)
@@ -693,6 +736,8 @@ cdef class BlockPool:
         """
         cdef int64_t count = read_count(num_blocks, "num_blocks", 0, (1 << 62))
         cdef IdBuffer buffer
+        cdef list result
+        cdef int64_t i
         self.check_available(count)
         if count == 0:
             return []
@@ -700,6 +745,9 @@ cdef class BlockPool:
         head_run(&self.core, buffer.ids, count)
         result = self.handles_of(buffer.ids, count)
         self.allocate(buffer.ids, count, False)
+        # The same blocks, unless making their handles ran a __del__ that changed the queue.
+        for i in range(count):
+            result[i] = self.handle(buffer.ids[i])
         self.after()
         return result
 
@@ -733,17 +781,22 @@ cdef class BlockPool:
     def touch_ids(self, ids):
         """As `touch`, with an array of block ids."""
         cdef IdBatch batch = read_ids(ids, self.core.blocks.num_blocks)
+        if self.metrics_collector is not None:
+            copy_ids(batch)
         self.touch_run(batch.ids, batch.count)
 
     cdef int touch_run(self, const block_id_t* ids, size_t count) except -1:
+        # With a collector the caller's array was copied: what it calls may write to it.
         cdef size_t i
+        collector = self.metrics_collector
         check_touch(&self.core, ids, count)
-        if self.metrics_collector is None:
+        if collector is None:
             commit_touch(&self.core, ids, count)
         else:
             for i in range(count):
+                check_touch(&self.core, ids + i, 1)
                 commit_touch(&self.core, ids + i, 1)
-                self.metrics_collector.on_block_accessed(self.handle(ids[i]))
+                collector.on_block_accessed(self.handle(ids[i]))
         self.after()
         return 0
 
@@ -962,6 +1015,7 @@ cdef class BlockPool:
             source.scale = scale
             source.digests = digests
             source.positions = positions
+            source.first = positions[0] if self.truthful_events and count else first
             if not self.truthful_events:
                 stored = source.stored_range(first, last)
             elif count:
@@ -977,12 +1031,33 @@ cdef class BlockPool:
         # With events on `source` describes the rows and `stored` is the event for all of them.
         # Memory is reserved for the worst case: every key is already another block's. For a
         # large batch that is much, so it goes step by step where steps can be undone.
-        cdef size_t step = batch.count, start = 0, count
+        cdef size_t step = batch.count
         cdef RegistrationLog log = None
+        cdef bint collects
         if source is not None:
             log = self.start_log(ids, ends, batch, group, size, source)
+            if self.detailed_snapshots and stored is not None:
+                log.detail = source.detail(stored)
+            # The event's parts came from the caller, whose code may have called the pool.
+            check_new_keys(&self.core, ids, ends, batch.count)
         if batch.count > STEP and not any_has_keys(&self.core, ids, batch.count):
             step = STEP
+        # The log makes objects while blocks are registered; a collection could run a __del__.
+        collects = log is not None and PyGC_Disable()
+        try:
+            self.register_steps(ids, ends, batch, group, step, log)
+        finally:
+            if collects:
+                PyGC_Enable()
+        if log is not None:
+            log.finish(stored)
+        return 0
+
+    cdef int register_steps(
+        self, const block_id_t* ids, const uint64_t* ends, HashBatch batch, uint32_t group,
+        size_t step, RegistrationLog log,
+    ) except -1:
+        cdef size_t start = 0, count
         while start < batch.count:
             count = min(step, batch.count - start)
             try:
@@ -999,8 +1074,6 @@ cdef class BlockPool:
             self.note_width(batch.width)
             self.register_step(ids + start, ends + start, batch, start, count, group, log)
             start += count
-        if log is not None:
-            log.finish(stored)
         return 0
 
     cdef int register_step(
@@ -1011,6 +1084,7 @@ cdef class BlockPool:
         cdef hash_t hashes[registry.PIPELINE]
         cdef const uint8_t* rows = batch.rows + first * batch.row_bytes
         cdef size_t start = 0, count, i
+        cdef bint is_new
         cdef Key key
         key.space = registry.find_space(&self.core, group, batch.width)
         while start < total:
@@ -1030,10 +1104,18 @@ cdef class BlockPool:
                 if log is None:
                     self.register_one(ids[i], &key, hashes[i - start], <uint32_t>ends[i])
                 else:
-                    log.replacing(first + i)
-                    log.registered(first + i, self.register_one(
+                    if registry.has_primary(&self.core, ids[i]):
+                        log.replacing(first + i)
+                    is_new = self.register_one(
                         ids[i], &key, hashes[i - start], <uint32_t>ends[i]
-                    ))
+                    )
+                    self.parents.of_block[ids[i]] = log.parent_of.values[first + i]
+                    if self.truthful_events:
+                        log.registered(first + i, is_new)
+                    if self.detailed_snapshots:
+                        self.note_detail(
+                            ids[i], False, log.detail, log.source.detail_row(first + i)
+                        )
             start += count
         return 0
 
@@ -1080,7 +1162,7 @@ cdef class BlockPool:
                 ``(first_block + i + 1) * block_size`` tokens.
             parent_hash: For events only: the digest before ``hashes[0]``, as bytes.
             token_ids: For events only: the n * block_size tokens of the blocks, an array or
-                a sequence of int.
+                a sequence of int. Copied, unless it is an array that is read-only.
             lora_id: For events only: the adapter's number.
             lora_name: For events only: the adapter's name.
             extra_keys: For events only: per block None or a tuple of what beside tokens went
@@ -1111,6 +1193,7 @@ cdef class BlockPool:
         check_new_keys(&self.core, batch.ids, ends.values, batch.count)
         stored = None
         if self.enable_kv_cache_events and batch.count:
+            copy_ids(batch)     # what follows may run the caller's code
             source = self.batch_source(
                 batch, rows, parent_hash, token_ids, size, group, extra_keys,
                 {"lora_id": lora_id, "lora_name": lora_name, "session_id": session_id},
@@ -1183,7 +1266,7 @@ cdef class BlockPool:
         digest = hashes[boundary - 1]
         if not isinstance(digest, bytes):
             raise TypeError(f"a block hash must be bytes, not {type(digest).__name__}")
-        stored = parent = None
+        stored = parent = detail = None
         if self.enable_kv_cache_events and (
             replace_existing_hashes or not self.holds(id, digest, group)
         ):
@@ -1192,6 +1275,8 @@ cdef class BlockPool:
             start = (tokens - 1) // size * size
             parent = hashes[start // self.hash_block_size - 1] if start else None
             named = parent
+            if self.detailed_snapshots:
+                detail = self.request_detail(request, start, tokens)
             if not self.truthful_events:
                 named = hashes[boundary - 2] if boundary > 1 else None
                 start = tokens - self.hash_block_size
@@ -1201,7 +1286,7 @@ cdef class BlockPool:
             )
             self.group_block_sizes[group] = size
         self.register_partial(
-            id, digest, tokens, group, replace_existing_hashes, parent, stored, False
+            id, digest, tokens, group, replace_existing_hashes, parent, stored, detail, False
         )
         self.after()
         return make_key(
@@ -1242,13 +1327,16 @@ cdef class BlockPool:
             )
         if id == NULL_BLOCK:
             return
-        stored = None
+        stored = detail = None
         if self.enable_kv_cache_events and (
             replace_existing_hashes or not self.holds(id, block_hash, group)
         ):
             stored = self.partial_run(block_hash, parent_hash, token_ids, group)
+            if self.detailed_snapshots and token_ids is not None:
+                detail = make_detail(copy_tokens(token_ids, 0, None), len(token_ids))
         self.register_partial(
-            id, block_hash, tokens, group, replace_existing_hashes, parent_hash, stored, True
+            id, block_hash, tokens, group, replace_existing_hashes, parent_hash, stored, detail,
+            True,
         )
         self.after()
 
@@ -1280,14 +1368,14 @@ cdef class BlockPool:
 
     cdef int register_partial(
         self, block_id_t id, bytes digest, uint64_t tokens, uint32_t group, bint replace,
-        object parent, object stored, bint compact,
+        object parent, object stored, EventDetail detail, bint compact,
     ) except -1:
         # `parent` is the digest before the block, `stored` the event or run, or None.
         cdef Key key
         cdef RemovedRun removed = None
         cdef uint32_t width = <uint32_t>PyBytes_GET_SIZE(digest)
         cdef bint drops = replace
-        cdef bint as_extra
+        cdef bint as_extra, collects
         cdef uint64_t num_keys
         cdef uint64_t noted = low_bits(parent)
         if not replace:
@@ -1300,11 +1388,18 @@ cdef class BlockPool:
             )
         key.digest = <const uint8_t*>PyBytes_AS_STRING(digest)
         check_width(width)
-        key.space = registry.reserve(&self.core, group, width, 1, 0 if drops else 1)
+        # The log is an object; a collection could run a __del__ that uses what is reserved.
+        collects = self.enable_kv_cache_events and PyGC_Disable()
+        try:
+            key.space = registry.reserve(&self.core, group, width, 1, 0 if drops else 1)
+            self.reserve_parents()
+            if drops:
+                removed = self.log_for(&id, 1)
+        finally:
+            if collects:
+                PyGC_Enable()
         self.note_width(width)
-        self.reserve_parents()
         if drops:
-            removed = self.log_for(&id, 1)
             if removed is not None:
                 log_keys(&self.core, id, removed, self.truthful_events)
             registry.drop_keys(&self.core, id)
@@ -1314,6 +1409,7 @@ cdef class BlockPool:
             &self.core, id, &key, registry.hash_of(&self.core, &key), 0, <uint32_t>tokens
         )
         note_parent(&self.core, &self.parents, id, as_extra, noted)
+        self.note_detail(id, as_extra, detail, 0)
         self.emit_removed(removed, compact)
         if stored is None:
             return 0
@@ -1353,17 +1449,23 @@ cdef class BlockPool:
                 registry.drop_primary(&self.core, source)
             else:
                 parent = parents.of(&self.parents, source, NO_RECORD)
+                kept = self.detail_of(registry.primary(source))
                 registry.move_key(&self.core, registry.primary(source), target, digest)
                 note_parent(&self.core, &self.parents, target, False, parent)
+                if kept is not None:
+                    self.note_detail(target, False, kept[0], kept[1])
         holder.block = source
         while True:
             holder.extra = reverse_index.first(&self.core.index, source)
             if holder.extra == NO_RECORD:
                 break
             parent = parents.of(&self.parents, source, holder.extra)
+            kept = self.detail_of(holder)
             as_extra = registry.has_primary(&self.core, target)
             registry.move_key(&self.core, holder, target, digest)
             note_parent(&self.core, &self.parents, target, as_extra, parent)
+            if kept is not None:
+                self.note_detail(target, as_extra, kept[0], kept[1])
         self.after()
         return 0
 
@@ -1389,9 +1491,12 @@ cdef class BlockPool:
         Raises:
             BlockIdError: An id is out of range; nothing was changed.
         """
-        ids = [self.check_id(id) for id in block_ids]
-        for id in ids:
-            self.evict(id)
+        cdef list ids = [self.check_id(id) for id in block_ids]
+        cdef IdBuffer buffer = make_buffer(len(ids))
+        cdef size_t i
+        for i in range(buffer.count):
+            buffer.ids[i] = ids[i]
+        self.evict_all(buffer.ids, buffer.count, False)
         self.after()
 
     def evict_ids(self, ids):
@@ -1402,22 +1507,30 @@ cdef class BlockPool:
         """
         cdef IdBatch batch = read_ids(ids, self.core.blocks.num_blocks)
         cdef unsigned long long before = self.num_evicted_blocks
-        cdef size_t i
-        cdef RemovedRun removed
-        if self.metrics_collector is None:
-            removed = self.log_for(batch.ids, batch.count)
-            if removed is None:
-                self.num_evicted_blocks += evict_run(&self.core, batch.ids, batch.count)
-            else:
-                self.num_evicted_blocks += evict_logged(
-                    &self.core, batch.ids, batch.count, removed, self.truthful_events
-                )
-                self.emit_removed(removed, True)
-        else:
-            for i in range(batch.count):
-                self.evict(batch.ids[i])
+        if self.metrics_collector is not None:
+            copy_ids(batch)
+        self.evict_all(batch.ids, batch.count, True)
         self.after()
         return self.num_evicted_blocks - before
+
+    cdef int evict_all(self, const block_id_t* ids, size_t count, bint compact) except -1:
+        cdef RemovedRun removed
+        cdef size_t i
+        if self.metrics_collector is not None:
+            for i in range(count):
+                self.evict(ids[i])
+            return 0
+        removed = self.log_for(ids, count)
+        self.num_evicted_blocks += self.evict_quietly(ids, count, removed)
+        return self.emit_removed(removed, compact)
+
+    cdef size_t evict_quietly(
+        self, const block_id_t* ids, size_t count, RemovedRun removed
+    ) noexcept:
+        # `removed` is from log_for(). Returns how many of the blocks the table knew.
+        if removed is None:
+            return evict_run(&self.core, ids, count)
+        return evict_logged(&self.core, ids, count, removed, self.truthful_events)
 
     def reset_prefix_cache(self):
         """Forget all keys, and give back the memory that they took.
@@ -1461,6 +1574,8 @@ cdef class BlockPool:
             )
         registry.drop_key_storage(&self.core)
         parents.release(&self.parents)
+        self.details = None
+        self.extra_details = None
         self.hash_width = 0
         return 0
 
@@ -1588,12 +1703,15 @@ cdef class BlockPool:
         return 0
 
     cdef RemovedRun log_for(self, const block_id_t* ids, size_t count):
-        # Room for all keys of the blocks; None when no event will be due.
-        cdef size_t num_keys
+        # Room for all keys of the blocks; None when no event will be due. Nothing that could
+        # run other code stands between the count and what the caller does next.
+        cdef RemovedRun run
         if not self.enable_kv_cache_events or self.core.blocks.keys == NULL:
             return None
-        num_keys = count_keys(&self.core, ids, count)
-        return make_removed_run(self.place_fields(), num_keys, self.core.blocks.stride)
+        run = RemovedRun.__new__(RemovedRun)
+        run.fields = self.place_fields()
+        reserve_removed(run, count_keys(&self.core, ids, count), self.core.blocks.stride)
+        return run
 
     cdef bint is_resident(self, object digest, uint32_t group) except -1:
         # Whether a key is in the table; None is not.
@@ -1635,6 +1753,8 @@ cdef class BlockPool:
         # A key that was registered by itself, without its request.
         if not self.enable_kv_cache_events or not self.truthful_events:
             return 0
+        if not self.reports_inserted_keys:
+            return 0
         types = self.types_of_events()
         width = len(key) - 4
         group = int.from_bytes(key[width:], "big")
@@ -1659,7 +1779,9 @@ cdef class BlockPool:
             return 0
         if registry.flagged_space(&self.core, holder) & LOOSE_FLAG:
             return 0
-        removed = make_removed_run(self.place_fields(), 1, self.core.blocks.stride)
+        removed = RemovedRun.__new__(RemovedRun)
+        removed.fields = self.place_fields()
+        reserve_removed(removed, 1, self.core.blocks.stride)
         log_key(&self.core, holder, removed, True)
         return self.emit_removed(removed, False)
 
@@ -1725,7 +1847,8 @@ cdef class BlockPool:
         again changes nothing. Batches are those that `take_events` or `take_event_runs`
         handed out, empty ones not counted, from 0.
 
-        Takes time in proportion to the pool. Token ids are not part of a snapshot.
+        Takes time in proportion to the pool. Token ids, LoRA, extra keys and session are part
+        of a snapshot only with ``detailed_snapshots``; otherwise those fields are empty.
 
         Returns:
             `EventSnapshot` with ``events`` and ``sequence``.
@@ -1737,12 +1860,60 @@ cdef class BlockPool:
             raise ValueError("a pool knows the parents of blocks only with events on")
         return EventSnapshot(self.take_snapshot(), self.num_event_batches)
 
+    cdef EventDetail request_detail(self, object request, object start, object end):
+        cdef EventDetail detail = make_detail(request.all_token_ids[start:end], end - start)
+        types = self.types_of_events()
+        mm_index = 0
+        if start and getattr(request, "mm_features", None):
+            mm_index = types.first_mm_index(request, start, end)
+        extra, _ = types.block_extra_keys(request, start, end, mm_index)
+        if extra is not None:
+            detail.extra_keys[0] = types.event_extra_keys([extra])[0]
+        lora = request.lora_request
+        detail.lora_id = lora.adapter_id if lora else None
+        detail.lora_name = lora.name if lora else None
+        detail.session_id = getattr(request, "session_id", None)
+        return detail
+
+    cdef record_id_t last_extra(self, block_id_t id) noexcept:
+        cdef record_id_t extra = NO_RECORD
+        cdef record_id_t next = reverse_index.first(&self.core.index, id)
+        while next != NO_RECORD:
+            extra = next
+            next = reverse_index.extra(&self.core.index, extra).next
+        return extra
+
+    cdef int note_detail(
+        self, block_id_t id, bint as_extra, EventDetail detail, size_t row
+    ) except -1:
+        # Of the registration that the block got last, as an extra key or as its primary one.
+        if not self.detailed_snapshots or not self.enable_kv_cache_events:
+            return 0
+        if self.details is None:
+            self.details = [None] * self.core.blocks.num_blocks
+            self.extra_details = {}
+        kept = None if detail is None else (detail, row)
+        if as_extra:
+            self.extra_details[self.last_extra(id)] = kept
+        else:
+            self.details[id] = kept
+        return 0
+
+    cdef object detail_of(self, Holder holder):
+        if self.details is None:
+            return None
+        if holder.extra == NO_RECORD:
+            return self.details[holder.block]
+        return self.extra_details.get(holder.extra)
+
     cdef SnapshotRun take_snapshot(self):
         cdef SnapshotRun run = SnapshotRun.__new__(SnapshotRun)
         cdef Core* core = &self.core
         cdef size_t count = core.table.num_used
         cdef Array rows, index, order, scratch, sizes
+        cdef Holder holder
         cdef uint32_t i
+        cdef size_t row
         cdef int shift = 63
         run.medium = self.medium
         run.stride = core.blocks.stride
@@ -1761,8 +1932,8 @@ cdef class BlockPool:
             memory.allocate(&run.span_array, count, sizeof(StoredSpan))
             memory.allocate(&rows, count, sizeof(SnapshotRow))
             memory.allocate(&index, <size_t>1 << (64 - shift), sizeof(uint32_t))
-            memory.allocate(&order, count, sizeof(uint32_t))
-            memory.allocate(&scratch, count, sizeof(uint32_t))
+            memory.allocate(&order, count, sizeof(uint64_t))
+            memory.allocate(&scratch, count, sizeof(uint64_t))
             memory.allocate(&sizes, len(run.spaces), sizeof(uint32_t))
             for i in range(1, core.num_spaces):
                 (<uint32_t*>sizes.data)[i] = self.group_block_sizes.get(core.spaces[i].group, 0)
@@ -1775,13 +1946,19 @@ cdef class BlockPool:
                 <SnapshotRow*>rows.data, count, <uint32_t*>index.data, shift, core.seed[0]
             )
             sort_by_tokens(
-                <SnapshotRow*>rows.data, count, <uint32_t*>order.data, <uint32_t*>scratch.data
+                <SnapshotRow*>rows.data, count, <uint64_t*>order.data, <uint64_t*>scratch.data
             )
             link_spans(
-                <SnapshotRow*>rows.data, count, <uint32_t*>order.data, <uint32_t*>sizes.data,
-                self.hash_block_size,
+                <SnapshotRow*>rows.data, count, <uint64_t*>order.data, <uint32_t*>sizes.data,
+                self.hash_block_size, self.details is None,
             )
-            write_spans(core, <SnapshotRow*>rows.data, count, <uint32_t*>order.data, run)
+            write_spans(core, <SnapshotRow*>rows.data, count, <uint64_t*>order.data, run)
+            if self.details is not None:
+                run.details = [None] * count
+                for row in range(count):
+                    holder.block = (<SnapshotRow*>rows.data)[row].block
+                    holder.extra = (<SnapshotRow*>rows.data)[row].extra
+                    run.details[(<SnapshotRow*>rows.data)[row].place] = self.detail_of(holder)
         finally:
             memory.release(&rows)
             memory.release(&index)
@@ -1789,6 +1966,133 @@ cdef class BlockPool:
             memory.release(&scratch)
             memory.release(&sizes)
         return run
+
+    # Save and load ------------------------------------------------------------------------
+
+    def save(self, path):
+        """Write the whole state to a file, under a temporary name that is then renamed.
+
+        Held blocks stay held in the file: blocks, keys, counts and the order of eviction are
+        all in it. Not in it are the metrics collector, events that nobody took yet,
+        the details of `detailed_snapshots`, attributes that were assigned, and the table's
+        random words, which each pool draws.
+
+        Args:
+            path: The file; an old one is replaced when the new one is complete.
+
+        Raises:
+            ContractError: Blocks wait for their ``on_reuse`` callback, which no file can
+                hold, or counts were written from outside; nothing was written.
+            OSError: The file cannot be written; an old one is as it was.
+        """
+        if self._reuse_watchers:
+            raise ContractError(
+                f"{len(self._reuse_watchers)} blocks have an on_reuse callback, "
+                "which cannot be saved"
+            )
+        refuse_unsavable(&self.core)
+        arrays = arrays_of(&self.core, &self.parents)
+        spaces = arrays["spaces"]
+        spaces["block_size"] = [self.group_block_sizes.get(group, 0) for group in spaces["group"]]
+        arrays["queue"] = self.free_queue_ids()
+        counts = self.ref_cnts.copy()
+        np.maximum(counts[1:], 0, out=counts[1:])   # without the queue's notes
+        arrays["ref_cnts"] = counts
+        saving.write(path, self.settings(), arrays)
+
+    cdef dict settings(self):
+        return {
+            "num_gpu_blocks": int(self.num_gpu_blocks),
+            "hash_block_size": self.hash_block_size,
+            "enable_caching": bool(self.enable_caching),
+            "enable_kv_cache_events": bool(self.enable_kv_cache_events),
+            "truthful_events": bool(self.truthful_events),
+            "detailed_snapshots": bool(self.detailed_snapshots),
+            "medium": str(self.medium),
+            "hash_width": self.hash_width,
+            "num_evicted_blocks": self.num_evicted_blocks,
+        }
+
+    @classmethod
+    def load(cls, path, metrics_collector=None):
+        """A pool in the state that `save` wrote: look-ups, counts, order of eviction.
+
+        Args:
+            path: The file.
+            metrics_collector: As in the constructor.
+
+        Raises:
+            SavedPoolError: The file is no saved pool, is damaged, or is of a version that
+                this one cannot read; the message says which. No pool was built.
+            OSError: The file cannot be read.
+        """
+        settings, arrays = saving.read(path)
+        try:
+            pool = cls(
+                num_gpu_blocks=settings["num_gpu_blocks"],
+                enable_caching=settings["enable_caching"],
+                hash_block_size=settings["hash_block_size"],
+                enable_kv_cache_events=settings["enable_kv_cache_events"],
+                metrics_collector=metrics_collector,
+                medium=settings["medium"],
+                truthful_events=settings["truthful_events"],
+                detailed_snapshots=settings["detailed_snapshots"],
+            )
+        except ContractError as error:
+            raise SavedPoolError(f"{path}: {error}") from error
+        try:
+            (<BlockPool>pool).load_arrays(settings, arrays)
+        except SavedPoolError as error:
+            raise SavedPoolError(f"{path}: {error}") from None
+        return pool
+
+    cdef int load_arrays(self, dict settings, dict arrays) except -1:
+        # The arrays are ours, with the dtypes of save.pxi; their values are checked here.
+        cdef Py_buffer view
+        cdef size_t count = len(arrays["registrations"])
+        cdef size_t num_copies = len(arrays["copies"])
+        cdef size_t num_spaces = len(arrays["spaces"])
+        cdef size_t width = arrays["digests"].shape[1]
+        cdef IdBuffer extras = make_buffer(count)
+        is_copy = np.zeros(count, np.uint8)
+        cdef void* ref_cnts = new_array(arrays["ref_cnts"], &view)
+        cdef void* queue = new_array(arrays["queue"], &view)
+        cdef void* spaces = new_array(arrays["spaces"], &view)
+        cdef void* registrations = new_array(arrays["registrations"], &view)
+        cdef void* digests = new_array(arrays["digests"], &view)
+        cdef void* copies = new_array(arrays["copies"], &view)
+        cdef void* marks = new_array(is_copy, &view)
+        cdef void* parent_hashes = new_array(arrays["parents"], &view)
+        if len(arrays["ref_cnts"]) != self.core.blocks.num_blocks:
+            raise SavedPoolError(
+                f"{len(arrays['ref_cnts'])} counts for {self.core.blocks.num_blocks} blocks"
+            )
+        if len(arrays["digests"]) != count or count == 0 and num_spaces:
+            raise SavedPoolError(
+                f"{len(arrays['digests'])} digests in {num_spaces} spaces for {count} keys"
+            )
+        load_queue(&self.core, <const int32_t*>ref_cnts, <const block_id_t*>queue,
+                   len(arrays["queue"]))
+        load_spaces(&self.core, <const SavedSpace*>spaces, num_spaces, width)
+        load_keys(
+            &self.core, <const SavedRegistration*>registrations, count, <const uint8_t*>digests,
+            width, <const uint32_t*>copies, num_copies, extras.ids, <uint8_t*>marks,
+        )
+        if len(arrays["parents"]) not in (0, count):
+            raise SavedPoolError(f"{len(arrays['parents'])} parents for {count} keys")
+        if len(arrays["parents"]):
+            self.reserve_parents()
+            load_parents(
+                &self.parents, <const SavedRegistration*>registrations, extras.ids, count,
+                <const uint64_t*>parent_hashes,
+            )
+        self.group_block_sizes.update(
+            (int(group), int(size)) for group, _, size in arrays["spaces"].tolist() if size
+        )
+        self.hash_width = settings["hash_width"]
+        self.num_evicted_blocks = settings["num_evicted_blocks"]
+        self.after()
+        return 0
 
     # What the pool holds ------------------------------------------------------------------
 
@@ -1900,6 +2204,14 @@ if CPOOL_DEBUG:
         def fail_allocation(long countdown):
             """The ``countdown``-th allocation from now fails; 0: none does."""
             memory.fail_countdown = countdown
+
+        @staticmethod
+        def narrow_hash(uint32_t mask):
+            """Keys hash to as many values as ``mask`` allows; 2**32 - 1: to all.
+
+            Set it while no pool holds a key.
+            """
+            keys.hash_mask = mask
 
         @staticmethod
         def num_allocations():

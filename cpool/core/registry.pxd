@@ -307,9 +307,8 @@ cdef inline void prefetch_holder(const Core* core, ref_t ref) noexcept:
 
 
 cdef inline bint covers_multiple(const Core* core, Holder holder, uint32_t tokens) noexcept:
-    return (flagged_space(core, holder) & NO_TOKENS_FLAG) == 0 and (
-        num_tokens_of(core, holder) % tokens == 0
-    )
+    cdef uint32_t covered = num_tokens_of(core, holder)     # 0 with NO_TOKENS_FLAG
+    return covered != 0 and covered % tokens == 0
 
 
 cdef inline bint find_covering(
@@ -455,8 +454,16 @@ cdef inline void link(Core* core, Holder holder, hash_t hash) noexcept:
     cdef Key key = key_of(core, holder)
     cdef Holder other
     cdef uint64_t place
-    cdef record_id_t shared_id
     cdef ref_t ref = find(core, &key, hash, &other, &place)
+    attach(core, holder, hash, ref, other, place)
+
+
+cdef inline void attach(
+    Core* core, Holder holder, hash_t hash, ref_t ref, Holder other, uint64_t place
+) noexcept:
+    # As link(), with what find() answered for the key.
+    cdef Key key = key_of(core, holder)
+    cdef record_id_t shared_id
     core.num_registrations += 1
     if ref == 0:
         table.insert_at(&core.table, place, hash, ref_of(holder))
@@ -525,12 +532,17 @@ cdef inline void register(
     # After reserve(); the table does not map `key` to `block` yet. The block's first key
     # becomes its primary key.
     cdef Holder holder = primary(block)
+    cdef Holder other
+    cdef uint64_t place
+    # Asked before the key is in the block's row: a cell of another of its extra keys with the
+    # same hash would be taken for this one's.
+    cdef ref_t ref = find(core, key, hash, &other, &place)
     if core.blocks.keys[block].space == 0:
         write_primary(core, block, key, flags, num_tokens)
     else:
         holder.extra = reverse_index.append(&core.index, block, key.space | flags, num_tokens)
         memcpy(slot_of(core, holder), key.digest, core.spaces[key.space].width)
-    link(core, holder, hash)
+    attach(core, holder, hash, ref, other, place)
 
 
 cdef inline void drop_extra(Core* core, Holder holder) noexcept:

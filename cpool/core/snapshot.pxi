@@ -20,8 +20,8 @@ cdef struct SnapshotRow:
     uint32_t next           # row that continues the span, or NO_RECORD
     uint32_t place          # in the run
     space_t space
-    bint is_ambiguous
-    bint continues          # another row
+    uint8_t is_ambiguous
+    uint8_t continues       # another row
 
 
 cdef class SnapshotRun(EventRun):
@@ -71,6 +71,9 @@ cdef class SnapshotRun(EventRun):
             )
             for name, value in self.descriptions[group].items():
                 setattr(event, name, value)
+            if self.details is not None and self.details[span.start] is not None:
+                detail, block = self.details[span.start]
+                (<EventDetail>detail).describe(event, block)
             events.append(event)
         return events
 
@@ -84,7 +87,7 @@ cdef class SnapshotRun(EventRun):
         cdef list frames = []
         cdef bytes before, behind
         from cpool.events import types, wire
-        if legacy_array:
+        if legacy_array or self.details is not None:
             return EventRun.encode_run(self, True)
         as_int = types.uses_int_hashes()
         for group, _ in self.spaces:
@@ -219,57 +222,60 @@ cdef void find_parents(
 
 
 cdef void sort_by_tokens(
-    const SnapshotRow* rows, size_t count, uint32_t* order, uint32_t* scratch
+    const SnapshotRow* rows, size_t count, uint64_t* order, uint64_t* scratch
 ) noexcept:
-    # Three stable passes over 11 bits each; the result is in `order`.
+    # Three stable passes over 11 bits each. An entry of `order` is num_tokens << 32 | row, so
+    # that no pass but the first reads the rows.
     cdef size_t starts[2048]
     cdef size_t i, total, found
     cdef int digit, shift
-    cdef uint32_t* source = scratch
-    cdef uint32_t* target = order
+    cdef uint64_t* source = scratch
+    cdef uint64_t* target = order
     for i in range(count):
-        source[i] = <uint32_t>i
+        source[i] = (<uint64_t>rows[i].num_tokens << 32) | i
     for digit in range(3):
-        shift = 11 * digit
+        shift = 32 + 11 * digit
         memset(starts, 0, sizeof(starts))
         for i in range(count):
-            starts[(rows[i].num_tokens >> shift) & 2047] += 1
+            starts[(source[i] >> shift) & 2047] += 1
         total = 0
         for i in range(2048):
             found = starts[i]
             starts[i] = total
             total += found
         for i in range(count):
-            found = (rows[source[i]].num_tokens >> shift) & 2047
+            found = (source[i] >> shift) & 2047
             target[starts[found]] = source[i]
             starts[found] += 1
         source, target = target, source
 
 
 cdef void link_spans(
-    SnapshotRow* rows, size_t count, const uint32_t* order, const uint32_t* sizes,
-    uint32_t smallest,
+    SnapshotRow* rows, size_t count, const uint64_t* order, const uint32_t* sizes,
+    uint32_t smallest, bint chained,
 ) noexcept:
-    # sizes[space]: tokens in a block, 0 when unknown.
+    # sizes[space]: tokens in a block, 0 when unknown. Not `chained`: one row a span.
     cdef size_t i
     cdef SnapshotRow* row
     cdef SnapshotRow* before
     cdef uint32_t size
     for i in range(count):
-        row = &rows[order[i]]
+        if i + AHEAD < count:
+            prefetch_write(&rows[<uint32_t>order[i + AHEAD]])
+        row = &rows[<uint32_t>order[i]]
         if row.parent == NO_RECORD:
             size = sizes[row.space] if sizes[row.space] else smallest
             row.block_size = (row.num_tokens - 1) % size + 1 if row.num_tokens else smallest
             continue
         before = &rows[row.parent]
         row.block_size = row.num_tokens - before.num_tokens
-        if before.next == NO_RECORD and before.block_size == row.block_size:
-            before.next = order[i]
+        if chained and before.next == NO_RECORD and before.block_size == row.block_size:
+            before.next = <uint32_t>order[i]
             row.continues = True
 
 
 cdef void write_spans(
-    const Core* core, SnapshotRow* rows, size_t count, const uint32_t* order, SnapshotRun run
+    const Core* core, SnapshotRow* rows, size_t count, const uint64_t* order, SnapshotRun run
 ) noexcept:
     cdef size_t i, place = 0
     cdef uint32_t id
@@ -278,7 +284,9 @@ cdef void write_spans(
     cdef Holder holder
     cdef Key key
     for i in range(count):
-        row = &rows[order[i]]
+        if i + AHEAD < count:
+            prefetch(&rows[<uint32_t>order[i + AHEAD]])
+        row = &rows[<uint32_t>order[i]]
         if row.continues:
             continue
         span = &run.spans[run.num_spans]
@@ -288,7 +296,7 @@ cdef void write_spans(
         span.parent = NO_RECORD if row.parent == NO_RECORD else rows[row.parent].place
         span.block_size = row.block_size
         span.space = row.space
-        id = order[i]
+        id = <uint32_t>order[i]
         while id != NO_RECORD:
             row = &rows[id]
             row.place = <uint32_t>place

@@ -25,11 +25,15 @@ cdef int head_run(Core* core, block_id_t* ids, size_t count) except -1:
 
 
 cdef void put_back(Core* core, const block_id_t* ids, size_t count) noexcept:
-    # Undoes an allocation: to the front of the queue, in order.
+    # Undoes an allocation: to the front of the queue, in order. What a hook freed is there
+    # already, and what it touched stays its own.
     cdef block_id_t place = core.queue.end
     cdef size_t i
     for i in range(count):
         if free_queue.contains(&core.queue, ids[i]):
+            continue
+        if core.blocks.states[ids[i]].ref_cnt > 1:
+            core.blocks.states[ids[i]].ref_cnt -= 1
             continue
         core.blocks.states[ids[i]].ref_cnt = 0
         free_queue.insert_after(&core.queue, place, ids[i])

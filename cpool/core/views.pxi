@@ -36,6 +36,12 @@ class PoolFreeQueue(FreeKVCacheBlockQueue):
         cdef BlockPool pool = self._pool
         cdef block_id_t id = pool.own_id(block)
         cdef KVCacheBlock before = place
+        if before.owner != <PyObject*>pool or not free_queue.contains(
+            &pool.core.queue, min(before.index, pool.core.queue.end)
+        ):
+            raise ContractError(f"block {before.block_id} is not in this free queue")
+        if id == NULL_BLOCK:
+            raise ContractError("the null block is never in the free queue")
         if free_queue.contains(&pool.core.queue, id):
             raise ContractError(f"block {id} is already in the free queue")
         free_queue.insert_after(

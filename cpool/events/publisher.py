@@ -16,6 +16,7 @@ WHOLE. A lost batch uses up its sequence number, so consumers see a gap; the bat
 clears and stores all that is resident, so they need not act on it.
 """
 
+import contextlib
 import logging
 import os
 import threading
@@ -147,8 +148,8 @@ class EventPublisher:
         # Both ends of a deque may be used from two threads without a lock.
         self._queue: deque[tuple[int, float, list[Any]]] = deque()
         self._buffer = _ReplayBuffer(buffer_steps, buffer_bytes)
-        # What was taken before nobody here has seen.
-        self._needs_snapshot = pool.num_event_batches > 0
+        # What the pool holds already, no subscriber of ours was told.
+        self._needs_snapshot = pool.num_event_batches > 0 or pool.num_cached_keys > 0
         self._next_to_send = pool.num_event_batches
         self._is_in_gap = False
         self._is_closing = False
@@ -159,7 +160,7 @@ class EventPublisher:
         self.num_snapshots = 0
         self.num_sent_batches = 0
 
-        context = zmq.Context.instance()
+        context: zmq.Context[Any] = zmq.Context.instance()
         self._pub = context.socket(zmq.PUB)
         self._replay = None
         try:
@@ -255,10 +256,9 @@ class EventPublisher:
         )
 
     def _wake(self) -> None:
-        try:
+        # A full pipe is full of wake-ups that the thread has not read yet.
+        with contextlib.suppress(BlockingIOError):
             os.write(self._wake_writer, b"\0")
-        except BlockingIOError:
-            pass  # Full of wake-ups that the thread has not read yet.
 
     # On the background thread.
 

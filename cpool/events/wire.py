@@ -9,7 +9,7 @@ decoder reads both.
 """
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 try:
@@ -46,7 +46,9 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(EventBatch).decode
 _decode_any = msgspec.msgpack.Decoder(_AnyBatch).decode
 
-_EVENT_TYPES = {cls.__name__: cls for cls in (BlockStored, BlockRemoved, AllBlocksCleared)}
+_EVENT_TYPES: dict[str, Any] = {
+    cls.__name__: cls for cls in (BlockStored, BlockRemoved, AllBlocksCleared)
+}
 _BATCH_LENGTH = b"\x93"
 
 
@@ -138,7 +140,7 @@ def _as_array(event: Any) -> list[Any]:
     return [type(event).__name__, *(getattr(event, name) for name in event.__struct_fields__)]
 
 
-def _from_array(event: Sequence[Any]) -> BlockStored | BlockRemoved | AllBlocksCleared:
+def _from_array(event: Any) -> Any:
     # Fields that a later version appended are passed over, as msgspec does.
     if not isinstance(event, list) or not event or event[0] not in _EVENT_TYPES:
         raise msgspec.ValidationError(f"not an event: {event!r}")

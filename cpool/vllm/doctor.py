@@ -58,6 +58,7 @@ def versions_and_settings() -> dict[str, Any]:
         "VLLM_PLUGINS": "not set: all plugins are loaded" if allowed is None else allowed,
         "CPOOL_DISABLE": os.environ.get("CPOOL_DISABLE", "not set"),
         "CPOOL_STRICT": os.environ.get("CPOOL_STRICT", "not set"),
+        "CPOOL_TRUTHFUL_EVENTS": os.environ.get("CPOOL_TRUTHFUL_EVENTS", "not set"),
     }
 
 

@@ -5,6 +5,7 @@ Decisions are those of cpool.BlockPool. What differs between vLLM's releases is 
 here, named after the last release that did it that way.
 """
 
+import os
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -62,6 +63,8 @@ def announce(pool: "VllmBlockPool") -> None:
 class VllmBlockPool(cpool.BlockPool):
     """Drop-in for ``vllm.v1.core.block_pool.BlockPool`` of vLLM 0.32.
 
+    ``CPOOL_TRUTHFUL_EVENTS=1`` in the environment turns `cpool.BlockPool`'s truthful events on.
+
     Args:
         num_gpu_blocks: number of blocks, the null block included.
         enable_caching: whether freed blocks stay findable by hash.
@@ -76,6 +79,8 @@ class VllmBlockPool(cpool.BlockPool):
 
     logger = block_pool.logger
     event_types = EVENT_TYPES
+    # The manager of the CPU tier does, right behind `_insert_block_hash`.
+    reports_inserted_keys = False
 
     def __init__(
         self,
@@ -96,6 +101,7 @@ class VllmBlockPool(cpool.BlockPool):
             enable_kv_cache_events,
             metrics_collector,
             medium,
+            truthful_events=os.environ.get("CPOOL_TRUTHFUL_EVENTS", "0") not in ("", "0"),
         )
         swap.when_pool_is_built()
         announce(self)
