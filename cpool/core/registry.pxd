@@ -405,9 +405,10 @@ cdef inline int widen(Core* core, uint32_t stride) except -1:
 
 
 cdef inline uint32_t chunk_shift_for(uint32_t num_blocks) noexcept:
-    # Chunks of 1/16 of the pool, from 16 to 4,096 records.
+    # Chunks of 1/128 of the pool, from 16 to 4,096 records: the first of each arena is there as
+    # soon as anything is registered.
     cdef uint32_t shift = 4
-    while shift < 12 and (<uint32_t>16 << shift) < num_blocks:
+    while shift < 12 and (<uint32_t>128 << shift) < num_blocks:
         shift += 1
     return shift
 
