@@ -96,6 +96,19 @@ def measure_times(drivers, chosen, say):
     return records
 
 
+def measure_snapshots(drivers, sizes, say):
+    """Time snapshots of cpool; stock has none."""
+    driver = next(driver for driver in drivers if driver.implementation == "ids")
+    records = []
+    for num_blocks in sizes:
+        say(f"snapshot of {num_blocks:,} blocks")
+        driver.ask(do="begin")
+        answer = driver.ask(do="snapshot", num_blocks=num_blocks, hash_width=cases.HASH_WIDTH)
+        driver.end_session()
+        records.append({"num_blocks": num_blocks, **answer})
+    return records
+
+
 def measure_memory(drivers, chosen, folder, say):
     by_name = {driver.implementation: driver for driver in drivers}
     records = []
@@ -146,7 +159,7 @@ def main():
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": describe_machine(),
         "versions": {"vllm": None},
-        "times": [], "memory": [], "floor": [],
+        "times": [], "snapshots": [], "memory": [], "floor": [],
     }  # fmt: skip
     implementations = ["ids", "handles"]
     if arguments.vllm_python:
@@ -176,6 +189,8 @@ def main():
                     chosen = [case for case in chosen if case[1] != "memray"]
                 results["memory"] = measure_memory(drivers, chosen, folder, say)
             if "time" in parts:
+                sizes = [size for size in cases.QUICK_SIZES if wanted(size)]
+                results["snapshots"] = measure_snapshots(drivers, sizes, say)
                 results["times"] = measure_times(
                     drivers,
                     [c for c in cases.timing_cases(arguments.quick) if wanted(c["num_blocks"])],

@@ -108,3 +108,21 @@ def measure_with_memray(interface, make_pool, num_blocks, hash_width, keys_per_b
     if hasattr(api.pool, "num_registrations"):
         require_registrations(api.pool, (num_blocks - 1) * keys_per_block)
     return {"peak": peak}
+
+
+def measure_snapshot(interface, make_pool, num_blocks, hash_width):
+    """Seconds for all that is resident as events, from a pool that records events."""
+
+    def make_recording_pool(*arguments):
+        return make_pool(*arguments, enable_kv_cache_events=True)
+
+    api = interface(make_recording_pool, num_blocks)
+    fill(api, num_blocks, hash_width, 1)
+    api.pool.take_events()
+    start = time.thread_time()
+    snapshot = api.pool.snapshot_events()
+    seconds = time.thread_time() - start
+    stored = sum(len(event.block_hashes) for event in snapshot.events if event.block_hashes)
+    if stored != num_blocks - 1:
+        raise AssertionError(f"a snapshot of {stored} hashes, {num_blocks - 1} are resident")
+    return {"seconds": seconds}

@@ -25,6 +25,8 @@ def as_markdown(results):
         lines += time_table(results, case)
     if results["times"]:
         lines += growth_table(results)
+    if results["snapshots"]:
+        lines += snapshot_table(results["snapshots"])
     if results["memory"]:
         lines += memory_tables(results["memory"])
     if results["floor"]:
@@ -139,6 +141,21 @@ def growth_table(results):
         "Time an operation, last size over first; the goal is at most 3.",
         "",
         *table(["operation", *NAMES.values()], rows),
+    ]
+
+
+def snapshot_table(records):
+    rows = [
+        [f"{r['num_blocks']:,}", f"{r['seconds'] * 1e3:.1f}",
+         number(r["seconds"] / r["num_blocks"] * 1e9)]
+        for r in records
+    ]  # fmt: skip
+    return [
+        "## Snapshot",
+        "",
+        "All that is resident, as events, once; stock has no such call.",
+        "",
+        *table(["blocks", "ms", "ns a block"], rows),
     ]
 
 

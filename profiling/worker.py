@@ -73,6 +73,8 @@ class Worker:
             return run_operation(self.session, name)
         if kind == "memory":
             return memory.measure(self.interface, self.make_pool, **command)
+        if kind == "snapshot":
+            return memory.measure_snapshot(self.interface, self.make_pool, **command)
         raise ValueError(f"unknown command {kind}")
 
     def serve(self, commands):

@@ -154,6 +154,7 @@ def test_a_hook_that_takes_the_next_blocks_of_a_touch() -> None:
 
     def take(block: Any) -> None:
         if not taken:
+            pool.metrics_collector = None
             taken.extend(pool.get_new_block_ids(7).tolist())
 
     pool = cached_pool()

@@ -14,13 +14,13 @@ import pytest
 
 from cpool import BlockPool
 
-pytestmark = [pytest.mark.stress, pytest.mark.timeout(3600)]
+pytestmark = pytest.mark.stress
 
 NUM_BLOCKS = int(os.environ.get("CPOOL_STRESS_BLOCKS", "1000000"))
 TURNS = int(os.environ.get("CPOOL_STRESS_TURNS", "3"))
-# Ordered linear probing at 85 % of 10^6 to 10^7 cells: the longest search of random keys is
-# about 150 cells; one of clustered keys would be thousands.
-LONGEST_SEARCH = 1000
+# In 10^6 to 10^7 cells, 70 to 85 % full, the longest search of random keys reads some dozen
+# cells; one of clustered keys would read thousands.
+LONGEST_SEARCH = 200
 
 MIX = Path(__file__).resolve().parent.parent / "profiling" / "production_mix.py"
 
@@ -56,6 +56,10 @@ def test_memory_stays_flat_over_the_second_half():
     assert mix.pool.num_registrations > 0.8 * NUM_BLOCKS
     assert mix.pool.nbytes <= 1.01 * nbytes
     assert resident_mib() <= 1.01 * resident + 8
+    mix.fill_table()
+    stats = mix.pool.table_stats()
+    assert stats["num_used"] > NUM_BLOCKS
+    assert stats["max_distance"] < LONGEST_SEARCH
     mix.finish_all()
     assert mix.pool.get_num_free_blocks() == NUM_BLOCKS - 1
     assert mix.pool.reset_prefix_cache()
@@ -65,18 +69,13 @@ def test_memory_stays_flat_over_the_second_half():
 
 
 def adversarial_keys(kind, count):
-    """Keys that meet in one cell, or in few, of a table whose hash is not seeded."""
+    """Keys that all meet in one cell of a table whose hash is not seeded."""
     words = np.zeros((count, 4), np.uint64)
     counter = np.arange(count, dtype=np.uint64)
     if kind == "a zero factor":
         # Products of neighbouring words are 0 whatever the other word is.
         words[:, 1] = counter
         words[:, 3] = counter[::-1]
-    elif kind == "swapped halves":
-        # Every sum of the two products comes up for two keys.
-        words[:, :2] = np.random.default_rng(0).integers(0, 1 << 63, (count, 2), np.uint64)
-        words[: count // 2, 2:] = words[count // 2 : count // 2 * 2, :2]
-        words[count // 2 : count // 2 * 2, 2:] = words[: count // 2, :2]
     elif kind == "one end":
         words[:, 0] = counter
     else:
@@ -84,7 +83,7 @@ def adversarial_keys(kind, count):
     return words.view(np.uint8)
 
 
-@pytest.mark.parametrize("kind", ["a zero factor", "swapped halves", "one end", "other end"])
+@pytest.mark.parametrize("kind", ["a zero factor", "one end", "other end"])
 def test_keys_chosen_to_collide_are_spread_by_the_seed(kind):
     count = 200_000
     pool = BlockPool(count + 1, True, 16)

@@ -10,21 +10,21 @@ memory, then commits; a step that does not fit returns None and has changed noth
 that `append` first frees the blocks which no later token reads. The order of all changes is that
 of vLLM 0.32.0's ``KVCacheManager``, so block ids, copies and order of eviction are the same.
 """
+cimport cython
 from cpool.core cimport free_queue, registry, reverse_index
-from cpool.core.pool cimport BlockPool, HashBatch, IdBuffer
+from cpool.core.pool cimport BlockPool, IdBuffer
 from cpool.core.registry cimport Core, Holder
 from cpool.core.keys cimport Key
 from cpool.core.memory cimport prefetch
 from cpool.core.types cimport (
-    block_id_t, int64_t, record_id_t, space_t, uint8_t, uint32_t, uint64_t, MAX_HASH_BYTES,
-    MAX_NUM_TOKENS, NO_RECORD,
+    block_id_t, space_t, uint8_t, uint32_t, uint64_t, MAX_HASH_BYTES, MAX_NUM_TOKENS, NO_RECORD,
 )
 from cpool.prefix cimport evictions, lookup, rows
 from cpool.prefix.evictions cimport Eviction, Evictions
 from cpool.prefix.lookup cimport GroupSet, Hit, Query, FULL_ATTENTION, MAMBA
 from cpool.prefix.rows cimport Kind, Row
 from cpython.buffer cimport (
-    Py_buffer, PyBUF_FORMAT, PyBUF_STRIDED_RO, PyBUF_WRITABLE, PyBuffer_Release,
+    Py_buffer, PyBUF_STRIDED_RO, PyBUF_WRITABLE, PyBuffer_Release,
     PyObject_CheckBuffer, PyObject_GetBuffer,
 )
 from cpython.mem cimport PyMem_Calloc, PyMem_Free, PyMem_Malloc
@@ -43,7 +43,6 @@ cdef enum:
     MAX_SETS = 64           # bits of the word that remembers whose drafter was served
 
 
-
 cdef struct Snapshot:       # of a pool: two that are equal mean that no block changed its keys
     uint64_t num_steps
     uint64_t num_registrations
@@ -58,57 +57,7 @@ cdef struct Need:           # of one group, for one step
     size_t num_nulls        # places at the left of the row without a block
 
 
-cdef object ids_array(const block_id_t* ids, size_t count):
-    cdef Py_buffer view
-    result = np.empty(count, dtype=np.uint32)
-    if count:
-        PyObject_GetBuffer(result, &view, PyBUF_WRITABLE)
-        memcpy(view.buf, ids, count * sizeof(block_id_t))
-        PyBuffer_Release(&view)
-    return result
-
-
-cdef object rows_of(object hashes, uint32_t known_width):
-    # Digests in any of the pool's forms as an (n, width) uint8 array.
-    if isinstance(hashes, (str, dict)):
-        raise TypeError(f"hashes must be bytes, not {type(hashes).__name__}")
-    if not PyObject_CheckBuffer(hashes):
-        digests = list(hashes)
-        width = len(digests[0]) if digests else known_width or 32
-        for i, digest in enumerate(digests):
-            if not isinstance(digest, bytes) or len(digest) != width:
-                raise TypeError(f"hashes[{i}] is not bytes of length {width}")
-        hashes = b"".join(digests)
-        known_width = width
-    result = np.asarray(hashes) if not isinstance(hashes, bytes) else None
-    if result is None or result.ndim == 1:
-        result = np.frombuffer(hashes, dtype=np.uint8)
-        width = known_width or 32
-        if len(result) % width:
-            raise ValueError(f"{len(result)} bytes of hashes are no multiple of the width {width}")
-        result = result.reshape(-1, width)
-    if result.dtype != np.uint8 or result.ndim != 2:
-        raise TypeError(
-            f"hashes must be (n, width) uint8, not {result.ndim}-dimensional {result.dtype}"
-        )
-    if len(result) and not 1 <= result.shape[1] <= MAX_HASH_BYTES:
-        raise ValueError(
-            f"a hash must have 1 to {MAX_HASH_BYTES} bytes, not {result.shape[1]}"
-        )
-    if result.shape[1] > 1 and result.strides[1] != 1 or result.strides[0] < 0:
-        result = np.ascontiguousarray(result)
-    return result
-
-
-cdef uint64_t read_tokens(object value, str what, uint64_t low, uint64_t high) except? 0:
-    if isinstance(value, (bool, float)) or not hasattr(value, "__index__"):
-        raise TypeError(f"{what} must be an integer, not {type(value).__name__}")
-    number = value.__index__()
-    if not low <= number <= high:
-        raise ValueError(f"{what} is {number}; it must be from {low} to {high}")
-    return number
-
-
+include "arguments.pxi"
 include "match.pxi"
 include "request.pxi"
 include "copies.pxi"
@@ -116,6 +65,7 @@ include "steps.pxi"
 include "register.pxi"
 
 
+@cython.final
 cdef class PrefixCache:
     """The prefix cache of one model, with one or several groups of layers, over one pool.
 
@@ -154,7 +104,7 @@ cdef class PrefixCache:
     cdef bint is_single             # one group whose blocks are as long as the match unit
     cdef uint64_t num_steps         # changes made through this cache
     cdef list new_states            # of each group: keys whose state this step computes
-    cdef CopyQueue copies
+    cdef _CopyQueue copies
     cdef Evictions history
 
     def __cinit__(self, *args, **kwargs):
@@ -209,7 +159,7 @@ cdef class PrefixCache:
         self.has_eagle = self.layout.eagle
         self.nothing = tuple([np.empty(0, dtype=np.uint32) for _ in range(self.num_groups)])
         self.new_states = [set() for _ in range(self.num_groups)]
-        self.copies = CopyQueue(self.num_groups)
+        self.copies = _CopyQueue(self.num_groups)
         evictions.init(
             &self.history, read_tokens(remember_evictions, "remember_evictions", 0, 1 << 31)
         )
@@ -265,7 +215,9 @@ cdef class PrefixCache:
         cdef uint64_t limit = covered
         if max_tokens is not None:
             # Beyond the last hash nothing can be found.
-            limit = min(read_tokens(max_tokens, "max_tokens", 0, MAX_NUM_TOKENS), covered + unit - 1)
+            limit = min(
+                read_tokens(max_tokens, "max_tokens", 0, MAX_NUM_TOKENS), covered + unit - 1
+            )
         return self.find(hashes, array, limit)
 
     cdef PrefixMatch prepare(
@@ -595,14 +547,6 @@ cdef class PrefixCache:
     def num_evictions(self):
         """Blocks with keys that this cache has taken, counted if it remembers evictions."""
         return self.history.number
-
-
-cdef void* room(size_t count, size_t item_bytes) except NULL:
-    # Zero-filled.
-    cdef void* data = PyMem_Calloc(count, item_bytes)
-    if data == NULL:
-        raise MemoryError(f"cannot allocate {count} items of {item_bytes} bytes")
-    return data
 
 
 cdef dict KIND_OF = {

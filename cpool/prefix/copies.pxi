@@ -7,6 +7,7 @@ cdef struct Copy:
     block_id_t target
 
 
+@cython.final
 cdef class CopyBatch:
     """Block copies to run before the step's forward pass, from `PrefixCache.take_copies`.
 
@@ -23,7 +24,8 @@ cdef class CopyBatch:
         return f"CopyBatch({self.pairs.tolist()})"
 
 
-cdef class CopyQueue:
+@cython.final
+cdef class _CopyQueue:
     """Copies that no batch has taken yet, in the order in which they came up."""
     cdef Copy* copies
     cdef size_t count
@@ -55,8 +57,8 @@ cdef class CopyQueue:
         self.copies[self.count].target = target
         self.count += 1
 
-    cdef list take(self):
-        # (group, source, target) of each, group by group; the queue is empty afterwards.
+    cdef list by_group(self):
+        # (group, source, target) of each, group by group.
         cdef list taken = []
         cdef size_t i
         cdef uint32_t g
@@ -64,16 +66,17 @@ cdef class CopyQueue:
             for i in range(self.count):
                 if self.copies[i].group == g:
                     taken.append((g, self.copies[i].source, self.copies[i].target))
-        self.count = 0
         return taken
 
 
 cdef CopyBatch take_batch(PrefixCache cache):
     cdef CopyBatch batch = CopyBatch.__new__(CopyBatch)
-    table = np.array(cache.copies.take(), dtype=np.uint32).reshape(-1, 3)
+    table = np.array(cache.copies.by_group(), dtype=np.uint32).reshape(-1, 3)
     batch.group_ids = table[:, 0].copy()
     batch.pairs = table[:, 1:].copy()
     for array in (batch.group_ids, batch.pairs):
         array.flags.writeable = False
+    # Nothing below can fail.
+    cache.copies.count = 0
     batch.cache = cache
     return batch

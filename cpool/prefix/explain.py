@@ -1,12 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Why a lookup stopped where it did, as data and as a sentence."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
 from enum import StrEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
-from cpool.prefix.groups import ChunkedLocal, FullAttention, Mamba, SlidingWindow, is_eagle
+from cpool.prefix.groups import (
+    ChunkedLocal,
+    FullAttention,
+    Group,
+    Mamba,
+    SlidingWindow,
+    is_eagle,
+)
+
+if TYPE_CHECKING:
+    from cpool.prefix.cache import PrefixCache, PrefixMatch
 
 _NAMES = {
     FullAttention: "full attention",
@@ -109,7 +122,11 @@ class Explanation(NamedTuple):
 _OWN_REASONS = frozenset(Reason) - {Reason.NOTHING_LEFT, Reason.OTHER_GROUP}
 
 
-def min_prompt_tokens(cache) -> int:
+# Reason, boundary in question, (evictions since, seconds since).
+_Why: TypeAlias = tuple[Reason, int | None, tuple[int, int] | None]
+
+
+def min_prompt_tokens(cache: PrefixCache) -> int:
     """Length of the shortest prompt that can hit; its last token is computed again.
 
     With a drafter, the unit that it gives back has to be in the prompt too.
@@ -131,7 +148,7 @@ def min_prompt_tokens(cache) -> int:
 class _Resident:
     """What the pool holds of one request in one group: a flag for each boundary."""
 
-    def __init__(self, match, group: int) -> None:
+    def __init__(self, match: PrefixMatch, group: int) -> None:
         self.cache = match.cache
         self.group = group
         self.digests = self.cache.digests(match.hashes)
@@ -147,7 +164,7 @@ class _Resident:
         found = np.flatnonzero(self.flags[first : high // self.unit])
         return (first + int(found[-1]) + 1) * self.unit if len(found) else None
 
-    def eviction(self, boundaries) -> tuple[int, int, int] | None:
+    def eviction(self, boundaries: Iterable[int]) -> tuple[int, int, int] | None:
         """(boundary, evictions since, seconds since) of the latest among those not there."""
         gone = []
         for boundary in boundaries:
@@ -163,7 +180,7 @@ class _Resident:
         return boundary, evictions, seconds
 
 
-def explain(match) -> Explanation:
+def explain(match: PrefixMatch) -> Explanation:
     """Why ``match`` is not longer, from what the pool holds now."""
     cache = match.cache
     groups = cache.groups
@@ -181,18 +198,16 @@ def explain(match) -> Explanation:
     return Explanation(match.num_tokens, limit, cache.match_unit, min_prompt_tokens(cache), reports)
 
 
-def _report(match, g: int, group, reach: int, bound: int) -> GroupReport:
+def _report(match: PrefixMatch, g: int, group: Group, reach: int, bound: int) -> GroupReport:
     reason, at, ago = _why(match, g, group, reach, bound)
     evictions, seconds = (None, None) if ago is None else ago
     return GroupReport(g, _NAMES[type(group)], reach, reason, at, evictions, seconds)
 
 
-def _why(match, g: int, group, reach: int, bound: int):
-    """(reason, boundary in question, (evictions since, seconds since))."""
+def _why(match: PrefixMatch, g: int, group: Group, reach: int, bound: int) -> _Why:
     cache = match.cache
     unit = cache.match_unit
-    full = isinstance(group, FullAttention)
-    allowed = match.max_tokens if full else bound
+    allowed = match.max_tokens if isinstance(group, FullAttention) else bound
     target = allowed // unit * unit
     if target == 0 and match.max_tokens // unit == 0:
         return Reason.MATCH_UNIT, None, None
@@ -203,15 +218,15 @@ def _why(match, g: int, group, reach: int, bound: int):
     if in_set.eagle and cache.reach(match.hashes, g, allowed, drop=False) >= target:
         return Reason.EAGLE_DROP, None, None
     resident = _Resident(match, g)
-    if full or isinstance(group, ChunkedLocal):
-        return _why_run(resident, group, reach, allowed)
     if isinstance(group, Mamba):
         is_known = any(isinstance(other, FullAttention) for other in cache.groups)
         return _why_state(resident, reach, target, is_known)
-    return _why_window(resident, group, reach, target)
+    if isinstance(group, SlidingWindow):
+        return _why_window(resident, group, reach, target)
+    return _why_run(resident, group, reach, allowed)
 
 
-def _gone_or(resident: _Resident, boundaries, otherwise):
+def _gone_or(resident: _Resident, boundaries: Iterable[int], otherwise: _Why) -> _Why:
     gone = resident.eviction(boundaries)
     if gone is None:
         return otherwise
@@ -219,7 +234,9 @@ def _gone_or(resident: _Resident, boundaries, otherwise):
     return Reason.EVICTED, boundary, (evictions, seconds)
 
 
-def _why_run(resident: _Resident, group, reach: int, allowed: int):
+def _why_run(
+    resident: _Resident, group: FullAttention | ChunkedLocal, reach: int, allowed: int
+) -> _Why:
     # The first block that is missing; coarse, also what is there beyond the last multiple.
     size = group.block_size
     start = reach // size * size
@@ -239,7 +256,7 @@ def _why_run(resident: _Resident, group, reach: int, allowed: int):
     return _gone_or(resident, wanted, (Reason.NEVER_SEEN, first, None))
 
 
-def _why_state(resident: _Resident, reach: int, target: int, is_known: bool):
+def _why_state(resident: _Resident, reach: int, target: int, is_known: bool) -> _Why:
     between = resident.highest(reach, target)
     if between is not None:
         return Reason.MATCH_UNIT, between, None
@@ -251,7 +268,7 @@ def _why_state(resident: _Resident, reach: int, target: int, is_known: bool):
     return _gone_or(resident, wanted, (otherwise, target, None))
 
 
-def _why_window(resident: _Resident, group: SlidingWindow, reach: int, target: int):
+def _why_window(resident: _Resident, group: SlidingWindow, reach: int, target: int) -> _Why:
     size = group.block_size
     needed = max(1, -(-(group.sliding_window - 1) // size))
     first = max(0, target // size - needed)

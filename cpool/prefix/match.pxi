@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # What a lookup found.
 
+@cython.final
 cdef class PrefixMatch:
     """The longest prefix that the pool holds for one request.
 
@@ -64,7 +65,7 @@ cdef class PrefixMatch:
                 id = self.rows[g][self.num_blocks(g) - 1]
                 tails.append(PartialTail(
                     g, id, self.num_tokens % self.cache.kinds[g].block_size,
-                    self.cache.pool.core.blocks.states[id].ref_cnt,
+                    max(0, self.cache.pool.core.blocks.states[id].ref_cnt),
                 ))
         return tuple(tails)
 

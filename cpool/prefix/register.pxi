@@ -53,6 +53,10 @@ cdef uint64_t due_tail(
     return boundary
 
 
+cdef bytes key_of_row(object digests, size_t row, uint32_t g):
+    return digests[row].tobytes() + int(g).to_bytes(4, "big")
+
+
 cdef int register_full(
     PrefixCache cache, Request request, uint32_t g, size_t num_full, object digests
 ) except -1:
@@ -64,6 +68,11 @@ cdef int register_full(
     cdef IdBuffer ids
     if first >= num_full:
         return 0
+    if kind.kind == MAMBA:
+        # Nobody starts from a state before the step that computes it is over.
+        for i in range(first, num_full):
+            if row.ids[i]:
+                cache.new_states[g].add(key_of_row(digests, (i + 1) * step - 1, g))
     ids = make_buffer(num_full - first)
     for i in range(first, num_full):
         if rows.is_worth_keeping(kind, cache.match_unit_tokens, i):
@@ -71,6 +80,7 @@ cdef int register_full(
     cache.pool.cache_full_ids(
         ids_array(ids.ids, ids.count), digests[(first + 1) * step - 1:num_full * step:step], g,
         kind.block_size, first,
+        parent_hash=digests[first * step - 1].tobytes() if first else None,
     )
     row.num_cached = num_full
     # A promoted block has lost its partial entry.
@@ -85,22 +95,23 @@ cdef int register_tail(
     cdef uint64_t size = cache.kinds[g].block_size
     cdef bint is_state = cache.kinds[g].kind == MAMBA
     cdef size_t block = (boundary - 1) // size
-    cdef bytes digest = digests[boundary // cache.pool.hash_block_size - 1].tobytes()
-    cache.pool.cache_partial_id(row.ids[block], digest, boundary, g)
-    row.keeps_tail = True
+    cdef size_t last = boundary // cache.pool.hash_block_size - 1
+    cdef bytes digest = digests[last].tobytes()
     if is_state:
-        cache.new_states[g].add(digest + int(g).to_bytes(4, "big"))
-        if boundary % size:
-            row.tail = block
-            row.num_cached = block
+        cache.new_states[g].add(key_of_row(digests, last, g))
+    # For events: where the block before ends.
+    parent = digests[block * (size // cache.pool.hash_block_size) - 1].tobytes() if block else None
+    cache.pool.cache_partial_id(row.ids[block], digest, boundary, g, parent_hash=parent)
+    row.keeps_tail = True
+    if is_state and boundary % size:
+        row.tail = block
+        row.num_cached = block
     return 0
 
 
 cdef int commit(PrefixCache cache, Request request, uint64_t num_tokens) except -1:
     cdef uint64_t cacheable, needed = 0, size
-    cdef size_t num_full, before, i
     cdef uint64_t boundary
-    cdef Row* row
     cdef uint32_t g
     for g in range(cache.num_groups):
         cacheable = num_cacheable(cache, g, num_tokens)
@@ -117,16 +128,9 @@ cdef int commit(PrefixCache cache, Request request, uint64_t num_tokens) except 
             f"committing {num_tokens} needs them for {needed}"
         )
     for g in range(cache.num_groups):
-        row = &request.rows[g]
         cacheable = num_cacheable(cache, g, num_tokens)
-        num_full = cacheable // cache.kinds[g].block_size
-        before = row.num_cached
-        register_full(cache, request, g, num_full, digests)
+        register_full(cache, request, g, cacheable // cache.kinds[g].block_size, digests)
         boundary = due_tail(cache, g, request, cacheable)
         if boundary:
             register_tail(cache, request, g, boundary, digests)
-        if cache.kinds[g].kind == MAMBA:
-            for i in range(before, num_full):
-                if row.ids[i] and registry.has_primary(&cache.pool.core, row.ids[i]):
-                    cache.new_states[g].add(cache.pool.primary_key(row.ids[i]))
     return 0

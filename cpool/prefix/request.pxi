@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # What one running request holds.
 
+@cython.final
 cdef class Request:
     """The blocks of a request, from `PrefixCache.admit` to `finish` or `preempt`."""
     cdef readonly PrefixCache cache         # None when it no longer holds blocks

@@ -4,6 +4,9 @@
 # Block b of a row holds tokens b * block_size to (b + 1) * block_size - 1; for a Mamba group it
 # is the state after the last of them that was computed. 0 stands for a block that the request
 # does not need (any more). A row knows no pool: whoever puts an id in holds the block.
+#
+# A Mamba row's tail has a partial entry for a boundary inside the block; the next token changes
+# the state, so the entry must go to a copy before.
 from cpool.core.types cimport block_id_t, int64_t, uint32_t, uint64_t
 from cpool.prefix.lookup cimport CHUNKED_LOCAL, MAMBA, SLIDING_WINDOW
 from cpython.mem cimport PyMem_Realloc
@@ -15,8 +18,7 @@ cdef struct Row:
     size_t capacity
     size_t num_cached       # blocks from the left that need not be registered any more
     size_t num_retired      # Mamba: blocks from the left that are all 0
-    int64_t tail            # Mamba: index of the block whose partial entry must be saved in a
-                            # copy before the next token changes the state; -1 without
+    int64_t tail            # Mamba: the block whose state has to be saved first, -1 without
     bint keeps_tail         # the prompt's last boundary has its partial entry
 
 

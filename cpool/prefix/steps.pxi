@@ -86,7 +86,7 @@ cdef inline size_t num_unheld(const Core* core, const block_id_t* ids, size_t co
     for i in range(count):
         if i + AHEAD < count:
             prefetch(&core.blocks.states[ids[i + AHEAD]].ref_cnt)
-        found += ids[i] != 0 and core.blocks.states[ids[i]].ref_cnt == 0
+        found += ids[i] != 0 and core.blocks.states[ids[i]].ref_cnt <= 0
     return found
 
 
@@ -176,13 +176,13 @@ cdef void remember_head(PrefixCache cache, size_t count) noexcept:
             holder.extra = reverse_index.extra(&core.index, holder.extra).next
 
 
-cdef IdBuffer take_blocks(PrefixCache cache, size_t count):
-    cdef IdBuffer buffer = make_buffer(count)
-    if count:
+cdef int take_blocks(PrefixCache cache, IdBuffer fresh) except -1:
+    # Fills `fresh`. Without observers in the pool nothing can fail.
+    if fresh.count:
         if cache.history.cells != NULL:
-            remember_head(cache, count)
-        cache.pool.allocate(buffer.ids, count, True)
-    return buffer
+            remember_head(cache, fresh.count)
+        cache.pool.allocate(fresh.ids, fresh.count, True)
+    return 0
 
 
 cdef inline size_t put_new(
@@ -218,6 +218,7 @@ cdef Request admit(
     for g in range(cache.num_groups):
         num_hits += cache.needs[g].num_hits
     touched = make_buffer(num_hits)
+    fresh = make_buffer(num_to_take(cache))
     for g in range(cache.num_groups):
         need = &cache.needs[g]
         memcpy(
@@ -228,7 +229,7 @@ cdef Request admit(
     # All hits are held before a block is taken: taking evicts.
     cache.pool.touch_run(touched.ids, touched.count)
     try:
-        fresh = take_blocks(cache, num_to_take(cache))
+        take_blocks(cache, fresh)
     except BaseException:
         cache.pool.release(touched, cache.pool.enable_caching, False)
         raise
@@ -274,20 +275,33 @@ cdef int free_skipped(PrefixCache cache, Request request, uint64_t num_computed)
     return 0
 
 
-cdef int save_state(
-    PrefixCache cache, Request request, uint32_t g, block_id_t target
-) except -1:
+cdef int save_state(PrefixCache cache, Row* row, uint32_t g, block_id_t target) except -1:
     # The request goes on in its block, so the partial entry moves to a copy of the state. The
     # copy's only holder is the pending copy: it is free, and findable, once that ran.
-    cdef Row* row = &request.rows[g]
     cdef block_id_t source = row.ids[row.tail]
     cache.pool.move_run(source, target)
     cache.copies.push(g, source, target)
     cache.pool.core.blocks.states[source].ref_cnt += 1
-    if registry.has_primary(&cache.pool.core, target):
-        cache.new_states[g].add(cache.pool.primary_key(target))
     row.tail = -1
     return 0
+
+
+cdef list prepare_append(PrefixCache cache, Request request, uint64_t num_tokens):
+    # All that can fail: memory, and an array for what each group's row will grow by.
+    cdef list added = []
+    cdef Row* row
+    cdef uint32_t g
+    reserve_rows(cache, request, num_tokens)
+    for g in range(cache.num_groups):
+        row = &request.rows[g]
+        if row.tail >= 0 and registry.has_primary(&cache.pool.core, row.ids[row.tail]):
+            # The copy that will hold this key is filled in this step only.
+            cache.new_states[g].add(cache.pool.primary_key(row.ids[row.tail]))
+        added.append(np.empty(
+            max(row.count, rows.blocks_for(num_tokens, cache.kinds[g].block_size)) - row.count,
+            dtype=np.uint32,
+        ))
+    return added
 
 
 cdef object append(PrefixCache cache, Request request, uint64_t num_tokens, uint64_t reserve):
@@ -296,28 +310,30 @@ cdef object append(PrefixCache cache, Request request, uint64_t num_tokens, uint
     cdef Need* need
     cdef Row* row
     cdef uint32_t g
-    cdef list added = []
+    cdef list added
     needed = plan_append(cache, request, num_tokens)
     if needed + reserve > cache.pool.core.queue.num_free:
         return None
     if needed == 0:
         request.num_tokens = num_tokens
         return cache.nothing
-    reserve_rows(cache, request, num_tokens)
-    fresh = take_blocks(cache, num_to_take(cache))
+    fresh = make_buffer(num_to_take(cache))
+    added = prepare_append(cache, request, num_tokens)
+    result = tuple(added)
+    take_blocks(cache, fresh)
     for g in range(cache.num_groups):
         need = &cache.needs[g]
         row = &request.rows[g]
         before = row.count
         if need.copies:
-            save_state(cache, request, g, fresh.ids[placed])
+            save_state(cache, row, g, fresh.ids[placed])
             placed += 1
         placed += put_new(row, &cache.kinds[g], need, num_tokens, fresh.ids + placed)
-        added.append(ids_array(row.ids + before, row.count - before))
+        fill_array(added[g], row.ids + before, row.count - before)
     request.num_tokens = num_tokens
     cache.num_steps += 1
     cache.pool.after()
-    return tuple(added)
+    return result
 
 
 cdef int release_rows(PrefixCache cache, Request request) except -1:

@@ -52,6 +52,15 @@ class HybridEngine:
         cache.begin_step()
         found = cache.lookup(keys[self._step - 1 :: self._step], input_length - 1)
         self._count_miss(found)
+        request = self._compute(found, input_length)
+        if request is None:
+            return None
+        self._cache.finish(request)
+        return found.num_tokens
+
+    def _compute(self, found: PrefixMatch, input_length: int) -> Request | None:
+        """The request with all its prompt computed, or None if it does not fit."""
+        cache = self._cache
         request: Request | None = None
         start = found.num_tokens
         while start < input_length:
@@ -59,19 +68,16 @@ class HybridEngine:
             end = cache.chunk_end(start, new, input_length, boundary=found.shared_prefix_boundary)
             if request is None:
                 request = cache.admit(found, end - start, input_length)
-                fits = request is not None
-            else:
-                fits = cache.append(request, end - start) is not None
-            if not fits:
-                if request is not None:
-                    cache.finish(request)
+                if request is None:
+                    return None
+            elif cache.append(request, end - start) is None:
+                cache.finish(request)
                 return None
             cache.commit(request)
             cache.copies_done(cache.take_copies())
             cache.begin_step()
             start = end
-        cache.finish(request)
-        return found.num_tokens
+        return request
 
     def _count_miss(self, found: PrefixMatch) -> None:
         """Note why a lookup did not cover all boundaries of the trace."""

@@ -6,7 +6,7 @@ here, named after the last release that did it that way.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -130,6 +130,19 @@ class VllmBlockPool(cpool.BlockPool):
             if block_mask is not None or not all(map(guests.is_guest, new_blocks)):
                 raise
             guests.register_guests(self, *args)
+
+    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
+        """As cpool.BlockPool's; blocks that belong to no pool lose a reference, and that is all."""
+        blocks = list(ordered_blocks)
+        try:
+            super().free_blocks(blocks)
+        except ContractError:
+            of_no_pool = list(filter(guests.is_guest, blocks))
+            if not of_no_pool:
+                raise
+            super().free_blocks([block for block in blocks if not guests.is_guest(block)])
+            for block in of_no_pool:
+                block.ref_cnt -= 1
 
 
 class VllmBlockPool031(VllmBlockPool):

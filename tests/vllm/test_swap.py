@@ -36,8 +36,9 @@ from vllm.v1.hisparse.block_pool import SharedEventQueueBlockPool
 assert issubclass(kv_cache_coordinator.BlockPool, cpool.BlockPool)
 assert issubclass(SharedEventQueueBlockPool, cpool.BlockPool)
 assert single_type_kv_cache_manager.SharedEventQueueBlockPool is SharedEventQueueBlockPool
-owner = SharedEventQueueBlockPool(8, True, 16, event_owner=kv_cache_coordinator.BlockPool(8, True, 16))
-assert owner.get_new_blocks(1)[0].pool is owner
+owner = kv_cache_coordinator.BlockPool(8, True, 16)
+pool = SharedEventQueueBlockPool(8, True, 16, event_owner=owner)
+assert pool.get_new_blocks(1)[0].pool is pool
 manager = single_type_kv_cache_manager.FullAttentionManager
 assert manager.find_longest_cache_hit.__func__.__module__ == "cpool.vllm.managers"
 """
