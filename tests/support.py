@@ -169,8 +169,18 @@ def dump(pool: Any) -> dict[str, Any]:
         "num_keys": pool.num_cached_keys,
         "num_registrations": pool.num_registrations,
         "num_evicted": pool.num_evicted_blocks,
-        "events": [event_fields(event) for event in pool.kv_event_queue],
+        "events": [event_fields(event) for event in waiting_events(pool)],
     }
+
+
+def waiting_events(pool: Any) -> list[Any]:
+    """The events of the queue, runs written out."""
+    from cpool.events import types
+
+    events: list[Any] = []
+    for event in pool.kv_event_queue:
+        events += event.expand(types) if hasattr(event, "expand") else [event]
+    return events
 
 
 def dump_model(pool: reference.ModelPool) -> dict[str, Any]:
