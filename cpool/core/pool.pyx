@@ -1391,7 +1391,9 @@ cdef class BlockPool:
         # The log is an object; a collection could run a __del__ that uses what is reserved.
         collects = self.enable_kv_cache_events and PyGC_Disable()
         try:
-            key.space = registry.reserve(&self.core, group, width, 1, 0 if drops else 1)
+            key.space = registry.reserve(
+            &self.core, group, width, 1, not drops and registry.has_primary(&self.core, id)
+        )
             self.reserve_parents()
             if drops:
                 removed = self.log_for(&id, 1)
