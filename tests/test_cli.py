@@ -234,7 +234,17 @@ def test_an_interrupted_run_reports_what_it_had(tmp_path, sweep):
 def test_a_terminal_gets_a_progress_line_that_is_wiped_at_the_end():
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "cpool.cli", "replay", "--workload", "rag", "--requests", "3000"],
+        [
+            sys.executable,
+            "-P",
+            "-m",
+            "cpool.cli",
+            "replay",
+            "--workload",
+            "rag",
+            "--requests",
+            "3000",
+        ],
         stdout=subprocess.DEVNULL,
         stderr=theirs,
     )

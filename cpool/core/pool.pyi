@@ -13,7 +13,6 @@ Hashes: TypeAlias = Any
 # Any one-dimensional buffer of integers, or a sequence of int.
 BlockIds: TypeAlias = Any
 
-
 class ContractError(ValueError, AssertionError):
     """A call broke the pool's contract; nothing was changed.
 

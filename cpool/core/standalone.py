@@ -33,8 +33,7 @@ class FreeKVCacheBlockQueue:
         if first is self.fake_free_list_tail or first is None:
             if self.num_free_blocks:
                 raise AssertionError(
-                    f"num_free_blocks ({self.num_free_blocks}) is out of sync "
-                    "with the free list."
+                    f"num_free_blocks ({self.num_free_blocks}) is out of sync with the free list."
                 )
             raise ValueError("No free blocks available")
         if first.next_free_block is None:
