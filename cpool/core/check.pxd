@@ -46,7 +46,8 @@ cdef inline int check_queue(const Core* core) except -1:
             f"block {id} with ref_cnt {core.blocks.states[id].ref_cnt} is not in the free queue",
         )
         require(
-            (core.queue.states[id].next == NOT_QUEUED) == (core.queue.states[id].prev == NOT_QUEUED),
+            (core.queue.states[id].next == NOT_QUEUED)
+            == (core.queue.states[id].prev == NOT_QUEUED),
             f"block {id} is half in the free queue",
         )
     return 0

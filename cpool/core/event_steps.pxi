@@ -87,7 +87,7 @@ cdef size_t evict_logged(
                 continue
             space = core.blocks.keys[ids[i]].space
             append_removed(
-                run, &core.spaces[space & SPACE_MASK], blocks.digest_slot(&core.blocks, ids[i])
+                run, &core.spaces[space & SPACE_MASK], digest_slot(&core.blocks, ids[i])
             )
             registry.unlink_hashed(core, registry.primary(ids[i]), hashes[i - start])
             core.blocks.keys[ids[i]].space = 0

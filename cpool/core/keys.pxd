@@ -44,7 +44,8 @@ cdef extern from * nogil:
         unsigned __int128 sum = salt;
         if (width == 32) {
             sum += (unsigned __int128)(cpool_word(digest) + k[0]) * (cpool_word(digest + 8) + k[1]);
-            sum += (unsigned __int128)(cpool_word(digest + 16) + k[2]) * (cpool_word(digest + 24) + k[3]);
+            sum += (unsigned __int128)(cpool_word(digest + 16) + k[2])
+                 * (cpool_word(digest + 24) + k[3]);
         } else if (width == 16) {
             sum += (unsigned __int128)(cpool_word(digest) + k[0]) * (cpool_word(digest + 8) + k[1]);
         } else {

@@ -11,9 +11,10 @@ class would corrupt itself (double free, negative count, foreign id) this one ra
 """
 cimport cython
 from cpool.core cimport (
-    blocks, check, free_queue, keys, memory, msgpack, parents, registry, reverse_index,
-    shared_keys, table, table_stats,
+    check, free_queue, keys, memory, msgpack, parents, registry, reverse_index, shared_keys, table,
+    table_stats,
 )
+from cpool.core.blocks cimport PrimaryKey, digest_slot
 from cpool.core.keys cimport Key, Space, MAX_SPACES
 from cpool.core.memory cimport Array, prefetch, prefetch_write
 from cpool.core.msgpack cimport Writer
@@ -345,7 +346,10 @@ cdef class BlockPool:
     cdef list keys_of(self, block_id_t id):
         # The keys under which the table knows the block, the primary one first.
         cdef list found = []
-        if registry.has_primary(&self.core, id) and not self.core.blocks.keys[id].space & LOOSE_FLAG:
+        if (
+            registry.has_primary(&self.core, id)
+            and not self.core.blocks.keys[id].space & LOOSE_FLAG
+        ):
             found.append(self.key_bytes(registry.primary(id)))
         if self.core.index.heads != NULL:
             found += self.extra_keys(id)
@@ -388,7 +392,9 @@ cdef class BlockPool:
             self.core.blocks.keys[id].space |= NO_TOKENS_FLAG
             self.core.blocks.keys[id].num_tokens = 0
             return 0
-        self.core.blocks.keys[id].num_tokens = read_count(num_tokens, "num_tokens", 0, MAX_NUM_TOKENS)
+        self.core.blocks.keys[id].num_tokens = read_count(
+            num_tokens, "num_tokens", 0, MAX_NUM_TOKENS
+        )
         self.core.blocks.keys[id].space &= ~<space_t>NO_TOKENS_FLAG
         return 0
 
@@ -606,8 +612,6 @@ cdef class BlockPool:
             List of `Registration`, which says how many tokens each key covers.
         """
         cdef Holder holder
-        cdef Key key
-        cdef bint is_primary = True
         cdef list found = []
         holder = registry.primary(
             self.own_id(block) if isinstance(block, KVCacheBlock) else self.check_id(block)
@@ -1094,7 +1098,7 @@ cdef class BlockPool:
                 hashes[i - start] = registry.hash_of(&self.core, &key)
                 table.prefetch_home(&self.core.table, hashes[i - start])
                 prefetch_write(&self.core.blocks.keys[ids[i]])
-                prefetch_write(blocks.digest_slot(&self.core.blocks, ids[i]))
+                prefetch_write(digest_slot(&self.core.blocks, ids[i]))
                 if log is not None:
                     prefetch_write(&self.parents.of_block[ids[i]])
             for i in range(start, start + count):
@@ -1246,7 +1250,6 @@ cdef class BlockPool:
         cdef block_id_t id = self.own_id(block)
         cdef uint64_t tokens, size, boundary
         cdef uint32_t group
-        cdef bint changed
         if id == NULL_BLOCK:
             return None
         size = read_count(block_size, "block_size", 1, MAX_NUM_TOKENS)
@@ -1392,8 +1395,8 @@ cdef class BlockPool:
         collects = self.enable_kv_cache_events and PyGC_Disable()
         try:
             key.space = registry.reserve(
-            &self.core, group, width, 1, not drops and registry.has_primary(&self.core, id)
-        )
+                &self.core, group, width, 1, not drops and registry.has_primary(&self.core, id)
+            )
             self.reserve_parents()
             if drops:
                 removed = self.log_for(&id, 1)
@@ -1567,7 +1570,6 @@ cdef class BlockPool:
         return True
 
     cdef int forget_keys(self) except -1:
-        cdef uint32_t num_blocks = self.core.blocks.num_blocks
         if self.num_exports and self.core.blocks.stride:
             # Somebody looks at the key columns, which would go.
             raise BufferError(
@@ -2154,7 +2156,7 @@ cdef class BlockPool:
             return result
         return view_column(
             self, self.core.blocks.keys,
-            sizeof(blocks.PrimaryKey) * self.core.blocks.num_blocks, KEY_DTYPE, True,
+            sizeof(PrimaryKey) * self.core.blocks.num_blocks, KEY_DTYPE, True,
         )["num_tokens"]
 
     def free_queue_ids(self):

@@ -78,8 +78,8 @@ cdef inline void release(Core* core) noexcept:
 
 cdef inline size_t nbytes(const Core* core) noexcept:
     return (
-        blocks.nbytes(&core.blocks) + core.table.array.nbytes + shared_keys.nbytes(&core.shared) + reverse_index.nbytes(&core.index)
-        + core.spaces_array.nbytes
+        blocks.nbytes(&core.blocks) + core.table.array.nbytes + shared_keys.nbytes(&core.shared)
+        + reverse_index.nbytes(&core.index) + core.spaces_array.nbytes
     )
 
 

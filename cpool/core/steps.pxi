@@ -19,7 +19,8 @@ cdef int head_run(Core* core, block_id_t* ids, size_t count) except -1:
     for i in range(count):
         if core.blocks.states[ids[i]].ref_cnt > 0:
             raise ContractError(
-                f"block {ids[i]} is in the free queue with ref_cnt {core.blocks.states[ids[i]].ref_cnt}"
+                f"block {ids[i]} is in the free queue with ref_cnt "
+                f"{core.blocks.states[ids[i]].ref_cnt}"
             )
     return 0
 
