@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import disjoint_base
 
 # One of: an (n, width) uint8 array, a bytes-like of n * width bytes together with
 # hash_width=, or a sequence of equally long bytes. BlockHashes and its views export
 # the first form.
-Hashes: TypeAlias = Any
+_Hashes: TypeAlias = Any
 # Any one-dimensional buffer of integers, or a sequence of int.
-BlockIds: TypeAlias = Any
+_BlockIds: TypeAlias = Any
 
 class ContractError(ValueError, AssertionError):
     """A call broke the pool's contract; nothing was changed.
@@ -42,13 +44,18 @@ class EventRun:
     def expand(self, types: Any) -> list[Any]: ...
     def encode_run(self, legacy_array: bool = False) -> bytes: ...
 
+@disjoint_base
 class RemovedRun(EventRun): ...
+
+@disjoint_base
 class StoredRun(EventRun): ...
 
+@disjoint_base
 class SnapshotRun(EventRun):
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[Any]: ...
 
+@disjoint_base
 class KVCacheBlock:
     block_id: int
     ref_cnt: int
@@ -99,7 +106,10 @@ class BlockHashToBlockMap:
     def pop(self, key: bytes, block_id: int) -> KVCacheBlock | None: ...
     def __len__(self) -> int: ...  # distinct keys
 
+@disjoint_base
 class BlockPool:
+    logger: logging.Logger
+    event_types: Any  # as cpool.events.types; None: that module
     num_gpu_blocks: int
     hash_block_size: int
     enable_caching: bool
@@ -184,12 +194,12 @@ class BlockPool:
     # Array twins: whole batches of block ids. All arguments are checked before anything
     # changes. Ids that come back are uint32, lookups int64 with -1 where missing.
     def get_new_block_ids(self, n: int) -> NDArray[np.uint32]: ...
-    def touch_ids(self, ids: BlockIds) -> None: ...
-    def free_ids(self, ids: BlockIds) -> None: ...
+    def touch_ids(self, ids: _BlockIds) -> None: ...
+    def free_ids(self, ids: _BlockIds) -> None: ...
     def cache_full_ids(
         self,
-        ids: BlockIds,
-        hashes: Hashes,  # row i belongs to ids[i]
+        ids: _BlockIds,
+        hashes: _Hashes,  # row i belongs to ids[i]
         kv_cache_group_id: int,
         block_size: int,
         first_block: int = 0,  # ids[i] ends at token (first_block + i + 1) * block_size
@@ -212,12 +222,12 @@ class BlockPool:
         parent_hash: bytes | None = None,
         token_ids: Any = None,
     ) -> None: ...
-    def find_ids(self, hashes: Hashes, kv_cache_group_id: int) -> NDArray[np.int64]: ...
+    def find_ids(self, hashes: _Hashes, kv_cache_group_id: int) -> NDArray[np.int64]: ...
     def find_full_ids(
-        self, hashes: Hashes, kv_cache_group_id: int, block_size: int
+        self, hashes: _Hashes, kv_cache_group_id: int, block_size: int
     ) -> NDArray[np.int64]: ...  # only registrations whose num_tokens is a multiple of block_size
-    def find_prefix_ids(self, hashes: Hashes, kv_cache_group_id: int) -> NDArray[np.uint32]: ...
-    def evict_ids(self, ids: BlockIds) -> int: ...  # number of blocks that held a key
+    def find_prefix_ids(self, hashes: _Hashes, kv_cache_group_id: int) -> NDArray[np.uint32]: ...
+    def evict_ids(self, ids: _BlockIds) -> int: ...  # number of blocks that held a key
     def move_ids(self, src: int, dst: int) -> None: ...
     def free_queue_ids(self) -> NDArray[np.uint32]: ...  # in eviction order
     def registrations(self, block: KVCacheBlock | int) -> list[Registration]: ...
