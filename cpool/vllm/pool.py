@@ -19,6 +19,7 @@ from cpool.core.pool import KVCacheBlock
 from cpool.core.standalone import BlockHashToBlockMap
 from cpool.vllm import guests, swap
 from cpool.vllm.views import StockHashMap
+from cpool.vllm.withheld import StockFreeQueue
 
 __all__ = [
     "BlockHashToBlockMap",
@@ -105,6 +106,11 @@ class VllmBlockPool(cpool.BlockPool):
         )
         swap.when_pool_is_built()
         announce(self)
+
+    @property
+    def free_block_queue(self) -> StockFreeQueue:
+        """The free queue behind the interface of stock's."""
+        return StockFreeQueue(self)
 
     @property
     def cached_block_hash_to_block(self) -> StockHashMap:
