@@ -38,7 +38,7 @@ for name in ("wire", "publisher"):
 
 def test_a_pool_needs_no_msgspec_for_its_events():
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_MSGSPEC], capture_output=True, text=True, check=False
+        [sys.executable, "-P", "-c", WITHOUT_MSGSPEC], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
 

@@ -200,7 +200,7 @@ def test_a_second_interpreter_is_refused_and_the_first_goes_on(tmp_path: Path) -
     message = tmp_path / "message"
     code = SECOND_INTERPRETER.replace("inside % %r", f"inside % {str(message)!r}")
     run = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-P", "-c", code],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
