@@ -54,3 +54,29 @@ def test_a_run_that_wraps_round_the_end_is_searched_and_closed() -> None:
         pool.check_consistency()
     left = [i if i % 2 == 0 else -1 for i in range(1, 40)]
     assert pool.find_ids(digests, 0).tolist() == left
+
+
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize("width", [5, 8, 16, 24, 32])
+@pytest.mark.parametrize("place", ["first", "middle", "last"])
+def test_keys_are_told_apart_by_any_one_byte(width: int, place: str) -> None:
+    position = {"first": 0, "middle": width // 2, "last": width - 1}[place]
+    digests = [bytearray(width) for _ in range(8)]
+    for i, digest in enumerate(digests):
+        digest[position] = i
+    known = [bytes(digest) for digest in digests[:6]]
+    unknown = [bytes(digest) for digest in digests[6:]]
+    pool = BlockPool(8, True, 4)
+    pool.cache_full_ids(range(1, 7), known, 0, 4)
+    assert pool.find_ids(known, 0).tolist() == [1, 2, 3, 4, 5, 6]
+    assert pool.find_ids(unknown, 0).tolist() == [-1, -1]
+    assert pool.num_cached_keys == 6
+
+
+@pytest.mark.usefixtures("narrow")
+def test_groups_are_told_apart() -> None:
+    pool = BlockPool(4, True, 4)
+    digest = bytes(32)
+    for group in range(3):
+        pool.cache_full_ids([group + 1], [digest], group, 4)
+    assert [pool.find_ids([digest], group).tolist() for group in range(4)] == [[1], [2], [3], [-1]]
