@@ -75,11 +75,6 @@ cdef inline void nil(Writer* writer) noexcept:
     tagged(writer, 0xC0, 0, 0)
 
 
-cdef inline void map_header(Writer* writer, uint8_t length) noexcept:
-    # Up to 15 keys.
-    tagged(writer, 0x80 | length, 0, 0)
-
-
 cdef inline void array_header(Writer* writer, size_t length) noexcept:
     if length < 16:
         tagged(writer, 0x90 | <uint8_t>length, 0, 0)
