@@ -11,11 +11,11 @@ class would corrupt itself (double free, negative count, foreign id) this one ra
 """
 cimport cython
 from cpool.core cimport (
-    check, free_queue, keys, memory, msgpack, parents, registry, reverse_index, shared_keys, table,
+    batches, check, free_queue, keys, memory, msgpack, parents, registry, reverse_index, shared_keys, table,
     table_stats,
 )
 from cpool.core.blocks cimport PrimaryKey, digest_slot
-from cpool.core.keys cimport Key, Space, MAX_SPACES
+from cpool.core.keys cimport Key, Space, copy_digest, MAX_SPACES
 from cpool.core.memory cimport Array, prefetch, prefetch_write
 from cpool.core.msgpack cimport Writer
 from cpool.core.parents cimport Parents
@@ -23,7 +23,7 @@ from cpool.core.registry cimport Core, Holder
 from cpool.core.types cimport (
     BlockState, block_id_t, hash_t, int32_t, int64_t, record_id_t, ref_t, space_t, uint8_t,
     uint16_t, uint32_t, uint64_t, INDEX_MASK, LOOSE_FLAG, MAX_BLOCKS, MAX_HASH_BYTES,
-    MAX_NUM_TOKENS, NO_RECORD,
+    MAX_NUM_TOKENS, NO_BLOCK, NO_RECORD,
     NO_TOKENS_FLAG, NOT_QUEUED, SHARED, SHARED_FLAG, SPACE_MASK,
 )
 from cpython.buffer cimport (
@@ -557,18 +557,33 @@ cdef class BlockPool:
         cdef Py_buffer view
         cdef size_t count = batch.count
         cdef space_t space
+        cdef block_id_t* ids
+        cdef int64_t* answers
+        cdef size_t i
         self.check_batch_width(batch)
-        found = empty(count, int64_dtype)
         space = registry.find_space(&self.core, group_id, batch.width)
-        if space and count and self.core.table.cells != NULL:
-            count = registry.find_batch(
-                &self.core, batch.rows, batch.row_bytes, count, space, multiple_of, prefix,
-                <int64_t*>new_array(found, &view),
-            )
-        else:
+        if space == 0 or count == 0 or self.core.table.cells == NULL:
+            if prefix:
+                return empty(0, uint32_dtype)
+            found = empty(count, int64_dtype)
             found.fill(-1)
-            count = 0
-        return found[:count].astype(uint32_dtype) if prefix else found
+            return found
+        found = empty(count, uint32_dtype if prefix else int64_dtype)
+        ids = <block_id_t*>new_array(found, &view)
+        if prefix:
+            count = batches.find_batch(
+                &self.core, batch.rows, batch.row_bytes, count, space, multiple_of, True, ids
+            )
+            return found[:count]
+        # The ids come in the upper half of the answers, which are then written from below.
+        answers = <int64_t*>ids
+        ids += count
+        batches.find_batch(
+            &self.core, batch.rows, batch.row_bytes, count, space, multiple_of, False, ids
+        )
+        for i in range(count):
+            answers[i] = -1 if ids[i] == NO_BLOCK else <int64_t>ids[i]
+        return found
 
     def find_ids(self, hashes, kv_cache_group_id):
         """The first block registered under each hash.
@@ -1010,7 +1025,6 @@ cdef class BlockPool:
             count += 1
         buffer.count = count
         batch = read_hashes(digests, count, 0)
-        check_new_keys(&self.core, buffer.ids, ends.values, count)
         stored = None
         if positions is not None:
             source = RequestSource.__new__(RequestSource)
@@ -1034,25 +1048,28 @@ cdef class BlockPool:
         self, const block_id_t* ids, const uint64_t* ends, HashBatch batch, uint32_t group,
         uint64_t size, EventSource source, object stored,
     ) except -1:
-        # The commit of both grains. Registers row i for ids[i], which check_new_keys passed.
-        # With events on `source` describes the rows and `stored` is the event for all of them.
+        # The check and the commit of both grains. Registers row i for ids[i]. With events on
+        # `source` describes the rows and `stored` is the event for all of them.
         # Memory is reserved for the worst case: every key is already another block's. For a
         # large batch that is much, so it goes step by step where steps can be undone.
-        cdef size_t step = batch.count
         cdef RegistrationLog log = None
+        cdef size_t step = batch.count
+        cdef size_t num_keyed
         cdef bint collects
         if source is not None:
             log = self.start_log(ids, ends, batch, group, size, source)
             if self.detailed_snapshots and stored is not None:
                 log.detail = source.detail(stored)
-            # The event's parts came from the caller, whose code may have called the pool.
-            check_new_keys(&self.core, ids, ends, batch.count)
-        if batch.count > STEP and not any_has_keys(&self.core, ids, batch.count):
-            step = STEP
-        # The log makes objects while blocks are registered; a collection could run a __del__.
+        # From here on no code of the caller's runs: not even a __del__, which a collection
+        # for one of the log's objects could call.
         collects = log is not None and PyGC_Disable()
         try:
-            self.register_steps(ids, ends, batch, group, step, log)
+            num_keyed = check_new_keys(&self.core, ids, ends, batch.count)
+            if log is not None:
+                self.group_block_sizes[group] = size
+            if num_keyed == 0 and not any_has_extra_keys(&self.core, ids, batch.count):
+                step = min(step, <size_t>STEP)
+            self.register_steps(ids, ends, batch, group, step, num_keyed, log)
         finally:
             if collects:
                 PyGC_Enable()
@@ -1062,8 +1079,9 @@ cdef class BlockPool:
 
     cdef int register_steps(
         self, const block_id_t* ids, const uint64_t* ends, HashBatch batch, uint32_t group,
-        size_t step, RegistrationLog log,
+        size_t step, size_t num_keyed, RegistrationLog log,
     ) except -1:
+        # `num_keyed` of the blocks have a primary key.
         cdef size_t start = 0, count
         while start < batch.count:
             count = min(step, batch.count - start)
@@ -1074,7 +1092,7 @@ cdef class BlockPool:
                 )
                 if log is not None and start == 0:
                     self.reserve_parents()
-                    log.reserve_removals()
+                    log.reserve_removals(num_keyed)
             except (MemoryError, ValueError):
                 drop_all(&self.core, ids, start)
                 raise
@@ -1088,58 +1106,46 @@ cdef class BlockPool:
         size_t total, uint32_t group, RegistrationLog log,
     ) except -1:
         # After reserve(). Row `first` belongs to ids[0].
-        cdef hash_t hashes[registry.PIPELINE]
-        cdef const uint8_t* rows = batch.rows + first * batch.row_bytes
-        cdef size_t start = 0, count, i
-        cdef bint is_new
-        cdef Key key
-        key.space = registry.find_space(&self.core, group, batch.width)
-        while start < total:
-            count = min(total - start, <size_t>registry.PIPELINE)
-            for i in range(start, start + count):
-                key.digest = rows + i * batch.row_bytes
-                hashes[i - start] = registry.hash_of(&self.core, &key)
-                table.prefetch_home(&self.core.table, hashes[i - start])
-                prefetch_write(&self.core.blocks.keys[ids[i]])
-                prefetch_write(digest_slot(&self.core.blocks, ids[i]))
-                if log is not None:
-                    prefetch_write(&self.parents.of_block[ids[i]])
-            for i in range(start, start + count):
-                if ids[i] == NULL_BLOCK:
-                    continue
-                key.digest = rows + i * batch.row_bytes
-                if log is None:
-                    self.register_one(ids[i], &key, hashes[i - start], <uint32_t>ends[i])
-                else:
-                    if registry.has_primary(&self.core, ids[i]):
-                        log.replacing(first + i)
-                    is_new = self.register_one(
-                        ids[i], &key, hashes[i - start], <uint32_t>ends[i]
-                    )
-                    self.parents.of_block[ids[i]] = log.parent_of.values[first + i]
-                    if self.truthful_events:
-                        log.registered(first + i, is_new)
-                    if self.detailed_snapshots:
-                        self.note_detail(
-                            ids[i], False, log.detail, log.source.detail_row(first + i)
-                        )
-            start += count
+        cdef batches.Registrations rows
+        cdef size_t i
+        rows.ids = ids
+        rows.ends = ends
+        rows.rows = batch.rows + first * batch.row_bytes
+        rows.row_bytes = batch.row_bytes
+        rows.count = total
+        rows.space = registry.find_space(&self.core, group, batch.width)
+        rows.fetched = 0
+        if log is not None:
+            return self.register_logged(&rows, first, log)
+        for i in range(total):
+            batches.fetch_rows(&self.core, &rows, i)
+            if ids[i] != NULL_BLOCK:
+                batches.register_row(&self.core, &rows, i)
         return 0
 
-    cdef bint register_one(
-        self, block_id_t id, const Key* key, hash_t hash, uint32_t num_tokens
-    ) noexcept:
-        # Whether the table did not have the key.
-        cdef Holder holder
-        cdef uint64_t num_keys
-        if registry.has_primary(&self.core, id):
-            registry.drop_keys(&self.core, id)
-        elif reverse_index.first(&self.core.index, id) != NO_RECORD:
-            if registry.find_held_by(&self.core, key, id, &holder):
-                return False
-        num_keys = self.core.table.num_used
-        registry.register(&self.core, id, key, hash, 0, num_tokens)
-        return self.core.table.num_used != num_keys
+    cdef int register_logged(
+        self, batches.Registrations* rows, size_t first, RegistrationLog log
+    ) except -1:
+        cdef block_id_t id
+        cdef bint is_new
+        cdef size_t i
+        for i in range(rows.count):
+            batches.fetch_rows(&self.core, rows, i)
+            id = rows.ids[i]
+            if id == NULL_BLOCK:
+                continue
+            if registry.has_primary(&self.core, id):
+                log.replacing(first + i)
+            is_new = batches.register_row(&self.core, rows, i)
+            if log.truthful:
+                log.registered(first + i, is_new)
+            if self.detailed_snapshots:
+                self.note_detail(id, False, log.detail, log.source.detail_row(first + i))
+        # In a loop of its own: nothing waits for these writes, so they overlap by themselves.
+        for i in range(rows.count):
+            if rows.ids[i] != NULL_BLOCK:
+                self.parents.of_block[rows.ids[i]] = log.parent_of.values[first + i]
+        return 0
 
     def cache_full_ids(
         self,
@@ -1197,7 +1203,6 @@ cdef class BlockPool:
         ends = TokenBuffer.__new__(TokenBuffer, batch.count)
         for i in range(batch.count):
             ends.values[i] = (first + i + 1) * size
-        check_new_keys(&self.core, batch.ids, ends.values, batch.count)
         stored = None
         if self.enable_kv_cache_events and batch.count:
             copy_ids(batch)     # what follows may run the caller's code
@@ -1536,9 +1541,7 @@ cdef class BlockPool:
         self, const block_id_t* ids, size_t count, RemovedRun removed
     ) noexcept:
         # `removed` is from log_for(). Returns how many of the blocks the table knew.
-        if removed is None:
-            return evict_run(&self.core, ids, count)
-        return evict_logged(&self.core, ids, count, removed, self.truthful_events)
+        return evict_run(&self.core, ids, count, removed, self.truthful_events)
 
     def reset_prefix_cache(self):
         """Forget all keys, and give back the memory that they took.
@@ -1697,7 +1700,6 @@ cdef class BlockPool:
         log.truthful = self.truthful_events
         log.steps = []
         log.find_parents()
-        self.group_block_sizes[group] = size
         return log
 
     cdef int reserve_parents(self) except -1:

@@ -345,19 +345,19 @@ cdef int load_singles(
     Core* core, const SavedRegistration* saved, const record_id_t* extras, size_t count,
     const uint8_t* is_copy,
 ) except -1:
-    cdef hash_t hashes[32]
+    cdef hash_t hashes[batches.RING]
     cdef size_t start = 0, width, i
     cdef Holder holder
     cdef Key key
     while start < count:
-        width = min(count - start, <size_t>registry.PIPELINE)
+        width = min(count - start, <size_t>batches.RING)
         for i in range(start, start + width):
             holder.block = saved[i].block
             holder.extra = extras[i]
             if is_copy[i] == 0:
                 key = registry.key_of(core, holder)
                 hashes[i - start] = registry.hash_of(core, &key)
-                table.prefetch_home(&core.table, hashes[i - start])
+                table.prefetch_run(&core.table, hashes[i - start])
         for i in range(start, start + width):
             holder.block = saved[i].block
             holder.extra = extras[i]
