@@ -93,7 +93,8 @@ def test_a_partial_block_is_no_full_one_though_the_run_goes_on():
     pool.cache_full_ids(order[120:], rows[120:], 0, wide, first_block=120)
     found = pool.find_full_ids(rows, 0, wide).tolist()
     assert found == one_by_one(pool.find_full_ids, rows, 0, wide)
-    assert found[119] == -1 and pool.find_ids(rows, 0)[119] == 120
+    assert found[119] == -1
+    assert pool.find_ids(rows, 0)[119] == 120
 
 
 def test_rows_that_repeat_and_rows_far_apart():

@@ -190,16 +190,27 @@ cdef class RegistrationLog:
         return i > 0 and self.ends[i] == self.ends[i - 1] + self.size
 
     cdef int find_parents(self) except -1:
+        # Of rows that follow no other; what the others' parents are is in the rows.
         cdef size_t i
         self.parent_of = TokenBuffer.__new__(TokenBuffer, self.rows.count)
         for i in range(self.rows.count):
+            if not self.follows(i):
+                self.parent_of.values[i] = low_bits(self.source.parent_digest(i))
+        return 0
+
+    cdef void note_parents(self, size_t first, size_t stop) noexcept:
+        # A loop of its own: nothing waits for these writes, so they overlap by themselves.
+        cdef uint64_t* of_block = self.pool.parents.of_block
+        cdef size_t i
+        for i in range(first, stop):
+            if self.ids[i] == NULL_BLOCK:
+                continue
             if self.follows(i):
-                self.parent_of.values[i] = parents.from_digest(
+                of_block[self.ids[i]] = parents.from_digest(
                     self.rows.rows + (i - 1) * self.rows.row_bytes, self.rows.width
                 )
             else:
-                self.parent_of.values[i] = low_bits(self.source.parent_digest(i))
-        return 0
+                of_block[self.ids[i]] = self.parent_of.values[i]
 
     cdef int reserve_removals(self, size_t num_keyed) except -1:
         # A block that is named twice is replaced by this very batch.

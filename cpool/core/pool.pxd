@@ -151,7 +151,7 @@ cdef class RegistrationLog:
     cdef uint64_t size
     cdef space_t space
     cdef EventSource source
-    cdef TokenBuffer parent_of      # of each row, as parents.pxd keeps it
+    cdef TokenBuffer parent_of      # of rows that follow no other, as parents.pxd keeps it
     cdef RemovedRun removed         # has room for all that can be replaced
     cdef EventDetail detail         # to be kept for snapshots, or None
     cdef bint truthful
@@ -161,6 +161,7 @@ cdef class RegistrationLog:
 
     cdef bint follows(self, size_t i) noexcept
     cdef int find_parents(self) except -1
+    cdef void note_parents(self, size_t first, size_t stop) noexcept
     cdef int reserve_removals(self, size_t num_keyed) except -1
     cdef int replacing(self, size_t i) except -1
     cdef int registered(self, size_t i, bint is_new) except -1

@@ -11,8 +11,8 @@ class would corrupt itself (double free, negative count, foreign id) this one ra
 """
 cimport cython
 from cpool.core cimport (
-    batches, check, free_queue, keys, memory, msgpack, parents, registry, reverse_index, shared_keys, table,
-    table_stats,
+    batches, check, free_queue, keys, memory, msgpack, parents, registry, reverse_index,
+    shared_keys, table, table_stats,
 )
 from cpool.core.blocks cimport PrimaryKey, digest_slot
 from cpool.core.keys cimport Key, Space, copy_digest, MAX_SPACES
@@ -1141,10 +1141,7 @@ cdef class BlockPool:
                 log.registered(first + i, is_new)
             if self.detailed_snapshots:
                 self.note_detail(id, False, log.detail, log.source.detail_row(first + i))
-        # In a loop of its own: nothing waits for these writes, so they overlap by themselves.
-        for i in range(rows.count):
-            if rows.ids[i] != NULL_BLOCK:
-                self.parents.of_block[rows.ids[i]] = log.parent_of.values[first + i]
+        log.note_parents(first, first + rows.count)
         return 0
 
     def cache_full_ids(

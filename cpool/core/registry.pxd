@@ -14,7 +14,9 @@
 from cpool.core cimport blocks, free_queue, keys, memory, reverse_index, shared_keys, table
 from cpool.core.blocks cimport Blocks
 from cpool.core.free_queue cimport FreeQueue
-from cpool.core.keys cimport Key, Space, copy_digest, hash_key, same_digest, MAX_SPACES, NUM_SEED_WORDS
+from cpool.core.keys cimport (
+    Key, Space, copy_digest, hash_key, same_digest, MAX_SPACES, NUM_SEED_WORDS,
+)
 from cpool.core.memory cimport Arena, Array
 from cpool.core.reverse_index cimport Extra, ReverseIndex
 from cpool.core.shared_keys cimport Member, SharedKeys

@@ -17,14 +17,14 @@ from cpool.core.registry cimport Core, Holder
 from cpool.core.keys cimport Key
 from cpool.core.memory cimport prefetch
 from cpool.core.types cimport (
-    block_id_t, space_t, uint8_t, uint32_t, uint64_t, MAX_HASH_BYTES, MAX_NUM_TOKENS, NO_RECORD,
+    block_id_t, space_t, uint32_t, uint64_t, MAX_HASH_BYTES, MAX_NUM_TOKENS, NO_RECORD,
 )
 from cpool.prefix cimport evictions, lookup, rows
 from cpool.prefix.evictions cimport Eviction, Evictions
 from cpool.prefix.lookup cimport GroupSet, Hit, Query, FULL_ATTENTION, MAMBA
 from cpool.prefix.rows cimport Kind, Row
 from cpython.buffer cimport (
-    Py_buffer, PyBUF_STRIDED_RO, PyBUF_WRITABLE, PyBuffer_Release,
+    Py_buffer, PyBUF_WRITABLE, PyBuffer_Release,
     PyObject_CheckBuffer, PyObject_GetBuffer,
 )
 from cpython.mem cimport PyMem_Calloc, PyMem_Free, PyMem_Malloc

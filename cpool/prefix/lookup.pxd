@@ -26,7 +26,7 @@ cdef enum:
     MAMBA = 3
 
     FIRST_PROBES = 4        # searches from the right end soon, if they end with a hit:
-    MAX_PROBES = 32         # they begin with few rows in flight and double
+    MAX_PROBES = 256        # they begin with few rows in flight and double
 
 
 cdef struct GroupSet:
