@@ -271,6 +271,10 @@ cdef class BlockPool:
     cdef int check_batch_width(self, HashBatch rows) except -1
     cdef uint64_t check_boundary(self, object num_tokens) except? 0
     cdef bint holds(self, block_id_t id, bytes digest, uint32_t group) except -1
+    cdef int register_partial_id(
+        self, block_id_t id, bytes digest, uint64_t tokens, uint32_t group, bint replace,
+        object parent, object token_ids,
+    ) except -1
     cdef int register_partial(
         self, block_id_t id, bytes digest, uint64_t tokens, uint32_t group, bint replace,
         object parent, object stored, EventDetail detail, bint compact,

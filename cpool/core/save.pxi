@@ -144,29 +144,28 @@ cdef dict arrays_of(const Core* core, const Parents* of):
     cdef uint32_t width = 0
     cdef uint32_t num_spaces = max(core.num_spaces, 1) - 1 if count else 0
     cdef IdBuffer numbers = make_buffer(core.shared.members.high_water)
-    cdef Py_buffer view
     cdef SavedSpace* saved_spaces
     cdef void* rows
     cdef void* digest_rows
     for i in range(num_spaces):
         width = max(width, core.spaces[i + 1].width)
-    spaces = empty(num_spaces, SPACE_DTYPE)
-    registrations = empty(count, REGISTRATION_DTYPE)
+    spaces = np.empty(num_spaces, SPACE_DTYPE)
+    registrations = np.empty(count, REGISTRATION_DTYPE)
     digests = np.zeros((count, width), np.uint8)
-    copies = empty(num_copies, uint32_dtype)
-    saved_spaces = <SavedSpace*>new_array(spaces, &view)
+    copies = new_array(num_copies, numpy.NPY_UINT32)
+    saved_spaces = <SavedSpace*>data_of(spaces)
     for i in range(num_spaces):
         saved_spaces[i].group = core.spaces[i + 1].group
         saved_spaces[i].width = core.spaces[i + 1].width
-    rows = new_array(registrations, &view)
-    digest_rows = new_array(digests, &view)
+    rows = data_of(registrations)
+    digest_rows = data_of(digests)
     save_registrations(
         core, <SavedRegistration*>rows, <uint8_t*>digest_rows, width, numbers.ids
     )
-    save_copies(core, numbers.ids, <uint32_t*>new_array(copies, &view))
-    parent_hashes = empty(count if of.of_block != NULL else 0, np.uint64)
+    save_copies(core, numbers.ids, <uint32_t*>data_of(copies))
+    parent_hashes = np.empty(count if of.of_block != NULL else 0, np.uint64)
     if of.of_block != NULL:
-        save_parents(core, of, <uint64_t*>new_array(parent_hashes, &view))
+        save_parents(core, of, <uint64_t*>data_of(parent_hashes))
     return {
         "spaces": spaces, "registrations": registrations, "digests": digests,
         "parents": parent_hashes, "copies": copies,

@@ -10,10 +10,11 @@ cdef int head_run(Core* core, block_id_t* ids, size_t count) except -1:
     # The first `count` blocks of the free queue, which must have as many; nothing changes.
     cdef block_id_t id = core.queue.end
     cdef size_t i
+    free_queue.prefetch_near(&core.queue, count)
     for i in range(count):
         id = free_queue.next_of(&core.queue, id)
         ids[i] = id
-        free_queue.prefetch_ahead(&core.queue, id)
+        free_queue.prefetch_ahead(&core.queue, id, i)
         if i < 2 * batches.IN_FLIGHT:
             batches.prefetch_keys(core, id)
     for i in range(count):
