@@ -30,6 +30,7 @@ VERSION = 1
 PREFIX = struct.Struct("<8sIII")
 ALIGNMENT = 64
 MAX_DESCRIPTION_BYTES = 1 << 20
+MAX_HASH_BYTES = 255
 
 # Name -> dtype of the arrays, in their order in the file; columns if there are two dimensions.
 ARRAYS: dict[str, Any] = {
@@ -169,6 +170,14 @@ def parse(description: bytes) -> tuple[dict[str, Any], dict[str, list[int]]]:
             or (row[1] != 1 and name != "digests")
         ):
             raise SavedPoolError(f"array {name} is described as {row!r}")
+    # What a pool takes of memory follows from these two, so the file must have as much itself.
+    num_counts, num_blocks = table["ref_cnts"][0], settings["num_gpu_blocks"]
+    if num_counts != num_blocks:
+        raise SavedPoolError(f"{num_counts} counts for {num_blocks} blocks")
+    if table["digests"][1] > MAX_HASH_BYTES:
+        raise SavedPoolError(
+            f"digests of {table['digests'][1]} bytes; the limit is {MAX_HASH_BYTES}"
+        )
     return settings, table
 
 
