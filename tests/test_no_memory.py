@@ -6,7 +6,9 @@ so lists, integers, handles and events run out as well.
 """
 
 import gc
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -166,3 +168,61 @@ def test_a_refused_allocation_changes_nothing(name: str, mode: str) -> None:
         num_successes = 0 if has_failed else num_successes + 1
         number += 1
     assert num_failures > 0 or name in CANNOT_FAIL
+
+
+def refuse_each(call: Callable[[], Any], check: Callable[[], Any]) -> int:
+    """Call with one allocation refused after the other; ``check`` after each failure.
+
+    Files and modules of the standard library turn a refusal into errors of many kinds.
+    """
+    number = num_successes = num_failures = 0
+    while num_successes < ENOUGH_SUCCESSES:
+        assert number < 5000, "5000 refusals and no end"
+        gc.disable()
+        testcapi.set_nomemory(number, number + 1)
+        try:
+            call()
+            has_failed = False
+        except Exception:
+            has_failed = True
+        finally:
+            testcapi.remove_mem_hooks()
+            gc.enable()
+        number += 1
+        num_successes = 0 if has_failed else num_successes + 1
+        num_failures += has_failed
+        if has_failed:
+            check()
+    return num_failures
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files in /proc")
+def test_a_save_without_memory_leaves_the_old_file(tmp_path: Path) -> None:
+    pool, path = make_pool("events"), tmp_path / "pool"
+    pool.save(path)
+    content, before, num_open = path.read_bytes(), dump(pool), open_descriptors()
+
+    def check() -> None:
+        assert path.read_bytes() == content
+        assert list(tmp_path.iterdir()) == [path]
+        assert open_descriptors() == num_open
+
+    assert refuse_each(lambda: pool.save(path), check) > 20
+    assert dump(pool) == before
+    assert dump(cpool.BlockPool.load(path)) == {**before, "events": []}
+
+
+def test_a_load_without_memory_makes_no_pool(tmp_path: Path) -> None:
+    path = tmp_path / "pool"
+    pool = make_pool("events")
+    pool.save(path)
+    loaded: list[Any] = []
+    assert refuse_each(lambda: loaded.append(cpool.BlockPool.load(path)), lambda: None) > 20
+    expected = {**dump(pool), "events": []}
+    assert all(dump(each) == expected for each in loaded)
+    for each in loaded:
+        each.check_consistency()

@@ -16,8 +16,8 @@ by whoever builds a pool from them.
 import contextlib
 import json
 import os
+import secrets
 import struct
-import tempfile
 import zlib
 from typing import Any
 
@@ -65,7 +65,7 @@ def padded(num_bytes: int) -> int:
 
 def write(path: Any, settings: dict[str, Any], arrays: dict[str, Any]) -> None:
     """Write a file: complete under a temporary name, then renamed to ``path``."""
-    path = os.fspath(path)
+    path = os.fsdecode(path)
     description = json.dumps(
         {
             "settings": settings,
@@ -74,9 +74,9 @@ def write(path: Any, settings: dict[str, Any], arrays: dict[str, Any]) -> None:
     ).encode()
     prefix = PREFIX.pack(MAGIC, VERSION, len(description), zlib.crc32(description))
     folder = os.path.dirname(path) or os.curdir
-    descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=os.path.basename(path) + ".")
+    temporary = f"{path}.{secrets.token_hex(8)}"
     try:
-        with open(descriptor, "wb") as file:
+        with open(temporary, "xb", opener=open_for_owner) as file:
             write_padded(file, prefix + description)
             for name in ARRAYS:
                 write_padded(file, memoryview(arrays[name].reshape(-1).view(np.uint8)))
@@ -88,6 +88,11 @@ def write(path: Any, settings: dict[str, Any], arrays: dict[str, Any]) -> None:
             os.unlink(temporary)
         raise
     sync_folder(folder)
+
+
+def open_for_owner(path: str, flags: int) -> int:
+    """An opener of files that nobody else may read."""
+    return os.open(path, flags, 0o600)
 
 
 def shape(array: Any) -> tuple[int, int]:
