@@ -27,9 +27,9 @@ def known_words() -> np.ndarray:
 def colliding_keys(words: np.ndarray) -> np.ndarray:
     """Distinct (n, 32) digests of one hash: a factor of each product of NH is made zero."""
     keys = np.zeros((NUM_KEYS, 4), np.uint64)
-    keys[:, 0] = -words[2]
+    keys[:, 0] = -words[2:3]
     keys[:, 1] = np.arange(NUM_KEYS)
-    keys[:, 2] = -words[4]
+    keys[:, 2] = -words[4:5]
     keys[:, 3] = np.arange(NUM_KEYS)[::-1]
     return keys.view(np.uint8)
 
