@@ -11,6 +11,7 @@ Switches, read from the environment when the extensions are built:
 import os
 from pathlib import Path
 
+import numpy
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 
@@ -58,7 +59,11 @@ setup(
                 [str(Path(*name.split(".")).with_suffix(".pyx"))],
                 extra_compile_args=compile_args,
                 extra_link_args=link_args,
-                define_macros=[("CPOOL_DEBUG", "1" if debug else "0")],
+                include_dirs=[numpy.get_include()],
+                define_macros=[
+                    ("CPOOL_DEBUG", "1" if debug else "0"),
+                    ("NPY_NO_DEPRECATED_API", "NPY_1_22_API_VERSION"),
+                ],
             )
             for name in EXTENSIONS
         ],

@@ -10,6 +10,7 @@ callers hold them; it is not timed.
 import numpy as np
 
 BLOCK_SIZE = 16  # tokens; boundaries stand equally far apart
+BATCH = 64  # tails that an engine registers in one step
 GROUP = 0
 GROUPS = [GROUP]
 
@@ -30,7 +31,7 @@ class Ids:
         self.pool = pool = make_pool(num_blocks, True, BLOCK_SIZE)
         self.allocate = pool.get_new_block_ids
         self.register = pool.cache_full_ids
-        self.register_partial = pool.cache_partial_id
+        self.register_partial = pool.cache_partial_ids
         self.find = pool.find_ids
         self.find_prefix = pool.find_prefix_ids
         self.touch = pool.touch_ids
@@ -54,10 +55,9 @@ class Ids:
         return blocks, rows, GROUP, BLOCK_SIZE
 
     def partial_arguments(self, ids, rows):
-        return [
-            (id, row.tobytes(), BLOCK_SIZE, GROUP)
-            for id, row in zip(ids.tolist(), rows, strict=True)
-        ]
+        tails = np.full(len(ids), BLOCK_SIZE)
+        parts = [slice(start, start + BATCH) for start in range(0, len(ids), BATCH)]
+        return [(ids[part], rows[part], tails[part], GROUP) for part in parts]
 
     def find_arguments(self, rows):
         return rows, GROUP

@@ -4,10 +4,12 @@
     python profiling/prefix.py                 # cpool alone
     python profiling/prefix.py --against-vllm  # in an environment with vLLM 0.32
 
-Prompts of 100,000 tokens, all resident, over a pool of a million blocks in which they lie
-scattered. A *cold* lookup is of a prompt that was not looked up for many prompts, a *warm* one
-is repeated. Runs alternate between the two sides; medians and the best are given, in CPU time of
-the thread, so that neighbours on the machine disturb less. Both sides must find the same tokens.
+Prompts of 100,000 tokens, all resident, in a pool of a million blocks. A *cold* lookup is of a
+prompt that was not looked up for many prompts, a *warm* one is repeated. *Scattered*: no two
+blocks of a prompt lie side by side; *in order*: as a pool hands them out that has not been mixed
+up, or that got back whole requests. Runs alternate between the two sides; medians and the best
+are given, in CPU time of the thread, so that neighbours on the machine disturb less. Both sides
+must find the same tokens.
 """
 
 import argparse
@@ -59,11 +61,11 @@ MODELS = [
 
 
 class Ours:
-    def __init__(self, model: Model, prompts: list[np.ndarray], num_blocks: int) -> None:
-        self.pool = BlockPool(num_blocks, True, UNIT)
+    def __init__(self, model: Model, prompts: list[np.ndarray], order: np.ndarray) -> None:
+        self.pool = BlockPool(len(order) + 1, True, UNIT)
         self.cache = PrefixCache(self.pool, model.groups)
         self.prompts = prompts
-        free = iter(np.random.default_rng(1).permutation(np.arange(1, num_blocks)).tolist())
+        free = iter(order.tolist())
         for rows in prompts:
             for group, boundaries in enumerate(model.boundaries):
                 size = model.groups[group].block_size
@@ -83,7 +85,7 @@ class Ours:
 class Stock:
     """vLLM's coordinator over the same boundaries, in the same order of blocks."""
 
-    def __init__(self, model: Model, prompts: list[np.ndarray], num_blocks: int) -> None:
+    def __init__(self, model: Model, prompts: list[np.ndarray], order: np.ndarray) -> None:
         import torch
         from vllm.v1.core.kv_cache_manager import KVCacheManager
         from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
@@ -107,7 +109,7 @@ class Stock:
             )
 
         config = KVCacheConfig(
-            num_blocks=num_blocks,
+            num_blocks=len(order) + 1,
             kv_cache_tensors=[],
             kv_cache_groups=[
                 KVCacheGroupSpec([f"layer{i}"], spec(g)) for i, g in enumerate(model.groups)
@@ -122,7 +124,7 @@ class Stock:
         self.coordinator = manager.coordinator
         pool = manager.block_pool
         self.prompts = [[row.tobytes() for row in rows] for rows in prompts]
-        free = iter(np.random.default_rng(1).permutation(np.arange(1, num_blocks)).tolist())
+        free = iter(order.tolist())
         for hashes in self.prompts:
             for group, boundaries in enumerate(model.boundaries):
                 for num_tokens in boundaries.tolist():
@@ -149,32 +151,31 @@ def measure(model: Model, sides: dict[str, type], args: argparse.Namespace) -> N
     prompts = [
         rng.integers(0, 256, (NUM_ROWS, HASH_BYTES), dtype=np.uint8) for _ in range(args.prompts)
     ]
-    worlds = {name: side(model, prompts, args.blocks) for name, side in sides.items()}
-    times: dict[tuple[str, str], list[float]] = {}
-    for prompt in range(args.prompts):
-        for name, world in worlds.items():
-            seconds = timed(world.lookup, prompt, model.expected)
-            times.setdefault((name, "cold"), []).append(seconds)
-    for _ in range(args.repeats):
-        for name, world in worlds.items():
-            timed(world.lookup, 0, model.expected)
-            seconds = timed(world.lookup, 0, model.expected)
-            times.setdefault((name, "warm"), []).append(seconds)
+    in_order = np.arange(1, args.blocks)
+    orders = {"scattered": np.random.default_rng(1).permutation(in_order), "in order": in_order}
     print(f"{model.name}: {model.expected:,} of {NUM_TOKENS:,} tokens hit")
-    for state in ("cold", "warm"):
-        for name in worlds:
-            values = times[name, state]
+    for placing, order in orders.items():
+        worlds = {name: side(model, prompts, order) for name, side in sides.items()}
+        times: dict[tuple[str, str], list[float]] = {}
+        for prompt in range(args.prompts):
+            for name, world in worlds.items():
+                seconds = timed(world.lookup, prompt, model.expected)
+                times.setdefault(("cold", name), []).append(seconds)
+        for _ in range(args.repeats):
+            for name, world in worlds.items():
+                timed(world.lookup, 0, model.expected)
+                seconds = timed(world.lookup, 0, model.expected)
+                times.setdefault(("warm", name), []).append(seconds)
+        for (state, name), values in times.items():
             rate = NUM_ROWS / median(values) / 1e6
             line = (
-                f"  {state}  {name:5}  median {median(values) * 1e6:9.1f} us"
+                f"  {placing:9}  {state}  {name:5}  median {median(values) * 1e6:9.1f} us"
                 f"  best {min(values) * 1e6:9.1f} us  {rate:7.2f} M boundaries/s"
             )
             if name != "cpool":
-                ratio = median(values) / median(times["cpool", state])
+                ratio = median(values) / median(times[state, "cpool"])
                 line += f"  cpool is {ratio:.1f} times as fast"
             print(line)
-    pool = worlds["cpool"].pool
-    print(f"  pool: {pool.nbytes / pool.num_gpu_blocks:.1f} bytes a block")
 
 
 def main() -> None:

@@ -40,10 +40,61 @@ cdef class TokenBuffer:
         PyMem_Free(self.values)
 
 
+cdef inline bint is_array(object value, int type_number, int num_dimensions) noexcept:
+    # Whether the memory of a numpy array can be read as it is. Asking for a buffer takes
+    # longer than looking 64 blocks up.
+    return (
+        numpy.PyArray_CheckExact(value)
+        and numpy.PyArray_TYPE(<numpy.ndarray>value) == type_number
+        and numpy.PyArray_NDIM(<numpy.ndarray>value) == num_dimensions
+        and numpy.PyArray_ISBEHAVED_RO(<numpy.ndarray>value)
+    )
+
+
 cdef IdBatch read_ids(object ids, uint32_t num_blocks):
     cdef IdBatch batch = IdBatch.__new__(IdBatch)
-    cdef IdBuffer strided
+    if is_array(ids, numpy.NPY_UINT32, 1):
+        batch.kept = ids
+        batch.count = numpy.PyArray_DIM(<numpy.ndarray>ids, 0)
+        set_ids(
+            batch, <const char*>numpy.PyArray_DATA(<numpy.ndarray>ids),
+            numpy.PyArray_STRIDE(<numpy.ndarray>ids, 0),
+        )
+    else:
+        read_id_buffer(batch, ids, num_blocks)
+    return check_ids(batch, num_blocks)
+
+
+cdef int set_ids(IdBatch batch, const char* data, Py_ssize_t stride) except -1:
+    # A reversed or thinned-out array, as in free_ids(ids[::-1]), is copied.
+    cdef IdBuffer copied
     cdef size_t i
+    batch.ids = <const block_id_t*>data
+    if stride != sizeof(block_id_t) and batch.count > 1:
+        copied = make_buffer(batch.count)
+        for i in range(batch.count):
+            memcpy(&copied.ids[i], data + <Py_ssize_t>i * stride, sizeof(block_id_t))
+        batch.kept = copied
+        batch.ids = copied.ids
+    return 0
+
+
+cdef IdBatch check_ids(IdBatch batch, uint32_t num_blocks):
+    cdef size_t i
+    cdef block_id_t largest = 0
+    for i in range(batch.count):
+        largest = max(largest, batch.ids[i])
+    if largest >= num_blocks:
+        for i in range(batch.count):
+            if batch.ids[i] >= num_blocks:
+                raise BlockIdError(
+                    f"block id {batch.ids[i]} at position {i} is out of range: "
+                    f"the pool has {num_blocks} blocks"
+                )
+    return batch
+
+
+cdef int read_id_buffer(IdBatch batch, object ids, uint32_t num_blocks) except -1:
     if not PyObject_CheckBuffer(ids):
         ids = ids_as_array(ids, num_blocks)
     PyObject_GetBuffer(ids, &batch.view, PyBUF_STRIDED_RO | PyBUF_FORMAT)
@@ -61,25 +112,11 @@ cdef IdBatch read_ids(object ids, uint32_t num_blocks):
         batch.has_view = False
         PyObject_GetBuffer(batch.kept, &batch.view, PyBUF_STRIDED_RO | PyBUF_FORMAT)
         batch.has_view = True
-    batch.ids = <const block_id_t*>batch.view.buf
     batch.count = batch.view.len // 4
-    if batch.view.strides != NULL and batch.view.strides[0] != 4:
-        # A reversed or thinned-out array, as in free_ids(ids[::-1]).
-        strided = make_buffer(batch.count)
-        for i in range(batch.count):
-            memcpy(
-                &strided.ids[i],
-                <const char*>batch.view.buf + <Py_ssize_t>i * batch.view.strides[0], 4,
-            )
-        batch.kept = strided
-        batch.ids = strided.ids
-    for i in range(batch.count):
-        if batch.ids[i] >= num_blocks:
-            raise BlockIdError(
-                f"block id {batch.ids[i]} at position {i} is out of range: "
-                f"the pool has {num_blocks} blocks"
-            )
-    return batch
+    return set_ids(
+        batch, <const char*>batch.view.buf,
+        batch.view.strides[0] if batch.view.strides != NULL else 4,
+    )
 
 
 cdef int copy_ids(IdBatch batch) except -1:
@@ -170,6 +207,13 @@ cdef HashBatch read_hashes(object hashes, Py_ssize_t expected, uint32_t known_wi
     # expected, else by `known_width` (of the pool's keys), else by 32.
     cdef HashBatch batch = HashBatch.__new__(HashBatch)
     cdef Py_ssize_t length
+    if is_array(hashes, numpy.NPY_UINT8, 2) and is_row_array(<numpy.ndarray>hashes):
+        batch.kept = hashes
+        batch.count = numpy.PyArray_DIM(<numpy.ndarray>hashes, 0)
+        batch.width = <uint32_t>numpy.PyArray_DIM(<numpy.ndarray>hashes, 1)
+        batch.row_bytes = numpy.PyArray_STRIDE(<numpy.ndarray>hashes, 0)
+        batch.rows = <const uint8_t*>numpy.PyArray_DATA(<numpy.ndarray>hashes)
+        return check_rows(batch, expected)
     if not PyObject_CheckBuffer(hashes):
         hashes = hashes_as_rows(hashes)
     batch.kept = hashes
@@ -208,10 +252,60 @@ cdef HashBatch read_hashes(object hashes, Py_ssize_t expected, uint32_t known_wi
         batch.count = length // batch.width
     else:
         raise TypeError(f"hashes must have one or two dimensions, not {batch.view.ndim}")
+    batch.rows = <const uint8_t*>batch.view.buf
+    return check_rows(batch, expected)
+
+
+cdef inline bint is_row_array(numpy.ndarray hashes) noexcept:
+    # The usual case; every other one has its own checks.
+    return (
+        numpy.PyArray_DIM(hashes, 0) > 0
+        and 1 <= numpy.PyArray_DIM(hashes, 1) <= MAX_HASH_BYTES
+        and numpy.PyArray_STRIDE(hashes, 1) == 1
+        and numpy.PyArray_STRIDE(hashes, 0) >= numpy.PyArray_DIM(hashes, 1)
+    )
+
+
+cdef HashBatch check_rows(HashBatch batch, Py_ssize_t expected):
     if expected >= 0 and <Py_ssize_t>batch.count != expected:
         raise ValueError(f"{batch.count} hashes for {expected} blocks")
-    batch.rows = <const uint8_t*>batch.view.buf
     return batch
+
+
+cdef TokenBuffer read_boundaries(object num_tokens, size_t count, uint32_t hash_block_size):
+    # `count` prefix lengths, each a multiple of `hash_block_size` above 0.
+    cdef TokenBuffer ends = TokenBuffer.__new__(TokenBuffer, count)
+    cdef const int64_t* values
+    cdef size_t i
+    array = np.asarray(num_tokens)
+    if array.dtype.kind not in "iu":
+        if array.size:
+            raise TypeError(f"num_tokens must be integers, not {array.dtype}")
+        array = array.astype(np.int64)
+    if array.ndim != 1 or <size_t>len(array) != count:
+        raise ContractError(f"num_tokens has shape {array.shape}; there are {count} blocks")
+    if array.dtype == np.uint64 and count and array.max() > MAX_NUM_TOKENS:
+        raise ContractError(f"num_tokens is {array.max()}; the limit is {MAX_NUM_TOKENS}")
+    array = np.ascontiguousarray(array, dtype=np.int64)
+    values = <const int64_t*>numpy.PyArray_DATA(<numpy.ndarray>array)
+    for i in range(count):
+        if not 1 <= values[i] <= MAX_NUM_TOKENS or values[i] % hash_block_size:
+            raise ContractError(
+                f"num_tokens is {values[i]} at position {i}; it must be a multiple of "
+                f"hash_block_size {hash_block_size} from 1 to {MAX_NUM_TOKENS}"
+            )
+        ends.values[i] = values[i]
+    return ends
+
+
+cdef object check_length(object items, size_t count, str what):
+    # A list of `count` items, or None.
+    if items is None:
+        return None
+    items = list(items)
+    if <size_t>len(items) != count:
+        raise ContractError(f"{len(items)} {what} for {count} blocks")
+    return items
 
 
 cdef int64_t read_count(object value, object what, int64_t low, int64_t high) except -1:

@@ -34,10 +34,7 @@ cdef inline void append_removed(
     cdef char* row = run.rows + run.count * run.row_bytes
     (<RemovedKey*>row).group = space.group
     (<RemovedKey*>row).width = <uint8_t>space.width
-    if space.width == 32:
-        memcpy(row + sizeof(RemovedKey), digest, 32)
-    else:
-        memcpy(row + sizeof(RemovedKey), digest, space.width)
+    copy_digest(<uint8_t*>row + sizeof(RemovedKey), digest, space.width)
     run.count += 1
 
 
@@ -113,7 +110,7 @@ cdef class RemovedRun(EventRun):
 cdef int reserve_removed(RemovedRun run, size_t count, uint32_t stride) except -1:
     # Room for `count` keys of up to `stride` bytes.
     run.row_bytes = sizeof(RemovedKey) + stride
-    memory.allocate(&run.array, count, run.row_bytes)
+    memory.allocate_unfilled(&run.array, count, run.row_bytes)
     run.rows = run.array.data
     return 0
 

@@ -19,17 +19,6 @@ cdef size_t count_keys(const Core* core, const block_id_t* ids, size_t count) no
     return found
 
 
-cdef size_t count_replaced(const Core* core, const block_id_t* ids, size_t count) noexcept:
-    # As count_keys, of blocks that are about to be registered: most have none. A block whose
-    # primary key was taken away by hand still has its extra ones.
-    cdef size_t i, found = 0
-    if core.blocks.keys == NULL:
-        return 0
-    for i in range(count):
-        found += core.blocks.keys[ids[i]].space != 0
-    return found if core.index.heads == NULL else found + count_keys(core, ids, count)
-
-
 cdef inline void log_key(
     const Core* core, Holder holder, RemovedRun run, bint truthful
 ) noexcept:
@@ -49,52 +38,6 @@ cdef void log_keys(const Core* core, block_id_t id, RemovedRun run, bint truthfu
     while holder.extra != NO_RECORD:
         log_key(core, holder, run, truthful)
         holder.extra = reverse_index.extra(&core.index, holder.extra).next
-
-
-cdef inline bint has_own_key_only(const Core* core, block_id_t id) noexcept:
-    # Whether a block has one key, which the table knows and no other block holds.
-    cdef space_t space = core.blocks.keys[id].space
-    return space != 0 and not space & (LOOSE_FLAG | SHARED_FLAG) and (
-        reverse_index.first(&core.index, id) == NO_RECORD
-    )
-
-
-cdef size_t evict_logged(
-    Core* core, const block_id_t* ids, size_t count, RemovedRun run, bint truthful
-) noexcept:
-    # As evict_run, and every key that leaves is appended to `run`, which has room.
-    cdef hash_t hashes[registry.PIPELINE]
-    cdef size_t start = 0, width, i, evicted = 0
-    cdef space_t space
-    cdef Key key
-    if core.blocks.keys == NULL:
-        return 0
-    for i in range(min(count, <size_t>registry.PIPELINE)):
-        registry.prefetch_keys(core, ids[i])
-    while start < count:
-        width = min(count - start, <size_t>registry.PIPELINE)
-        for i in range(start + width, min(count, start + width + registry.PIPELINE)):
-            registry.prefetch_keys(core, ids[i])
-        for i in range(start, start + width):
-            if core.blocks.keys[ids[i]].space:
-                key = registry.key_of(core, registry.primary(ids[i]))
-                hashes[i - start] = registry.hash_of(core, &key)
-                table.prefetch_home(&core.table, hashes[i - start])
-        for i in range(start, start + width):
-            if not has_own_key_only(core, ids[i]):
-                log_keys(core, ids[i], run, truthful)
-                evicted += registry.drop_keys(core, ids[i]) != 0
-                continue
-            space = core.blocks.keys[ids[i]].space
-            append_removed(
-                run, &core.spaces[space & SPACE_MASK], digest_slot(&core.blocks, ids[i])
-            )
-            registry.unlink_hashed(core, registry.primary(ids[i]), hashes[i - start])
-            core.blocks.keys[ids[i]].space = 0
-            core.blocks.keys[ids[i]].num_tokens = 0
-            evicted += 1
-        start += width
-    return evicted
 
 
 cdef inline void note_parent(
@@ -234,6 +177,7 @@ cdef object copy_tokens(object token_ids, object start, object stop):
     return np.array(part) if part.flags.writeable else part
 
 
+@cython.final
 cdef class RegistrationLog:
     """What one batch of registrations changes for a consumer of events, in order.
 
@@ -246,26 +190,41 @@ cdef class RegistrationLog:
         return i > 0 and self.ends[i] == self.ends[i - 1] + self.size
 
     cdef int find_parents(self) except -1:
+        # Of rows that follow no other; what the others' parents are is in the rows.
         cdef size_t i
         self.parent_of = TokenBuffer.__new__(TokenBuffer, self.rows.count)
         for i in range(self.rows.count):
-            if self.follows(i):
-                self.parent_of.values[i] = parents.from_digest(
-                    self.rows.rows + (i - 1) * self.rows.row_bytes, self.rows.width
-                )
-            else:
+            if not self.follows(i):
                 self.parent_of.values[i] = low_bits(self.source.parent_digest(i))
         return 0
 
-    cdef int reserve_removals(self) except -1:
+    cdef void note_parents(self, size_t first, size_t stop) noexcept:
+        # A loop of its own: nothing waits for these writes, so they overlap by themselves.
+        cdef uint64_t* of_block = self.pool.parents.of_block
+        cdef size_t i
+        for i in range(first, stop):
+            if self.ids[i] == NULL_BLOCK:
+                continue
+            if self.follows(i):
+                of_block[self.ids[i]] = parents.from_digest(
+                    self.rows.rows + (i - 1) * self.rows.row_bytes, self.rows.width
+                )
+            else:
+                of_block[self.ids[i]] = self.parent_of.values[i]
+
+    cdef int reserve_removals(self, size_t num_keyed) except -1:
         # A block that is named twice is replaced by this very batch.
-        self.space = registry.find_space(&self.pool.core, self.source.group, self.rows.width)
+        cdef Core* core = &self.pool.core
+        cdef size_t num_replaced = num_keyed
+        if core.index.heads != NULL:
+            num_replaced += count_keys(core, self.ids, self.rows.count)
+        self.space = registry.find_space(core, self.source.group, self.rows.width)
         self.removed = RemovedRun.__new__(RemovedRun)
         self.removed.fields = self.pool.place_fields()
         reserve_removed(
             self.removed,
-            count_replaced(&self.pool.core, self.ids, self.rows.count) + self.rows.count,
-            self.pool.core.blocks.stride,
+            num_replaced + self.rows.count,
+            core.blocks.stride,
         )
         return 0
 

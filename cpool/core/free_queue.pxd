@@ -24,6 +24,8 @@ cdef struct FreeQueue:
     uint32_t num_free
     uint32_t turn           # place in `recent` of the oldest
     block_id_t recent[32]   # the last LOOKAHEAD that joined the tail, or `end`
+    uint32_t first_near     # place in `near` of the head
+    block_id_t near[32]     # about the first LOOKAHEAD from the head on, or `end`: notes too
 
 
 cdef inline void init(FreeQueue* queue, BlockState* states, uint32_t num_blocks) noexcept:
@@ -33,8 +35,10 @@ cdef inline void init(FreeQueue* queue, BlockState* states, uint32_t num_blocks)
     queue.end = num_blocks
     queue.num_free = num_blocks
     queue.turn = 0
+    queue.first_near = 0
     for id in range(LOOKAHEAD):
         queue.recent[id] = num_blocks
+        queue.near[id] = num_blocks
     for id in range(num_blocks):
         states[id].prev = id - 1
         states[id].next = id + 1
@@ -74,10 +78,21 @@ cdef inline void append(FreeQueue* queue, block_id_t id) noexcept:
     queue.turn = (queue.turn + 1) % LOOKAHEAD
 
 
-cdef inline void prefetch_ahead(const FreeQueue* queue, block_id_t id) noexcept:
+cdef inline void prefetch_near(const FreeQueue* queue, size_t count) noexcept:
+    # The first blocks of a walk from the head, which no note was read for in this walk.
+    cdef size_t i
+    for i in range(min(count, <size_t>LOOKAHEAD)):
+        memory.prefetch_write(&queue.states[queue.near[(queue.first_near + i) % LOOKAHEAD]])
+
+
+cdef inline void prefetch_ahead(FreeQueue* queue, block_id_t id, size_t i) noexcept:
+    # At step `i` of a walk from the head.
     cdef int32_t note = queue.states[id].ref_cnt
+    cdef block_id_t ahead = queue.end
     if note < 0:
-        memory.prefetch_write(&queue.states[-1 - note])
+        ahead = -1 - note
+        memory.prefetch_write(&queue.states[ahead])
+    queue.near[(queue.first_near + i) % LOOKAHEAD] = ahead
 
 
 cdef inline void remove(FreeQueue* queue, block_id_t id) noexcept:
@@ -105,3 +120,4 @@ cdef inline void take_head_run(FreeQueue* queue, const block_id_t* ids, size_t c
         queue.states[ids[i]].next = NOT_QUEUED
         queue.states[ids[i]].ref_cnt = 0
     queue.num_free -= <uint32_t>count
+    queue.first_near = (queue.first_near + <uint32_t>count) % LOOKAHEAD

@@ -68,6 +68,16 @@ cdef extern from * nogil:
             return !((cpool_word(a) ^ cpool_word(b)) | (cpool_word(a + 8) ^ cpool_word(b + 8)));
         return memcmp(a, b, width) == 0;
     }
+
+    /* The usual widths without a call. */
+    static inline void cpool_copy_digest(uint8_t *target, const uint8_t *digest, uint32_t width) {
+        if (width == 32)
+            memcpy(target, digest, 32);
+        else if (width == 16)
+            memcpy(target, digest, 16);
+        else
+            memcpy(target, digest, width);
+    }
     """
     uint32_t hash_mask "cpool_hash_mask"
     hash_t hash_key "cpool_hash_key"(
@@ -75,6 +85,9 @@ cdef extern from * nogil:
     ) noexcept
     bint same_digest "cpool_same_digest"(
         const uint8_t* a, const uint8_t* b, uint32_t width
+    ) noexcept
+    void copy_digest "cpool_copy_digest"(
+        uint8_t* target, const uint8_t* digest, uint32_t width
     ) noexcept
 
 cdef enum:

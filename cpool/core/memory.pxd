@@ -5,7 +5,7 @@
 # ask for huge pages when they are large. In debug builds an allocation can be made to fail.
 from cpool.core.types cimport record_id_t, uint32_t, NO_RECORD
 from libc.string cimport memcpy
-from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree
+from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawMalloc
 
 cdef extern from * nogil:
     """
@@ -62,12 +62,21 @@ cdef struct Array:
 
 cdef inline int allocate(Array* array, size_t count, size_t size) except -1:
     # Zero-filled. Large arrays come as untouched zero pages: memory follows use.
+    return allocate_as(array, count, size, True)
+
+
+cdef inline int allocate_unfilled(Array* array, size_t count, size_t size) except -1:
+    # For what is written before it is read, and not long kept.
+    return allocate_as(array, count, size, False)
+
+
+cdef inline int allocate_as(Array* array, size_t count, size_t size, bint filled) except -1:
     cdef size_t nbytes = count * size + CACHE_LINE
     cdef void* raw = NULL
     if size and count > (<size_t>-1 - CACHE_LINE) // size:
         raise MemoryError(f"{count} elements of {size} bytes do not fit in memory")
     if not refuses_allocation():
-        raw = PyMem_RawCalloc(1, nbytes)
+        raw = PyMem_RawCalloc(1, nbytes) if filled else PyMem_RawMalloc(nbytes)
     if raw == NULL:
         raise MemoryError(f"cannot allocate {nbytes} bytes")
     array.raw = raw

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+from cpool.core cimport batches
 from cpool.core.keys cimport Key, Space
 from cpool.core.memory cimport Array
 from cpool.core.parents cimport Parents
@@ -25,6 +26,9 @@ cdef class HashBatch:
     cdef uint32_t width
 
     cdef bytes row(self, size_t i)
+
+
+cdef HashBatch read_hashes(object hashes, Py_ssize_t expected, uint32_t known_width)
 
 
 cdef class IdBatch:
@@ -147,7 +151,7 @@ cdef class RegistrationLog:
     cdef uint64_t size
     cdef space_t space
     cdef EventSource source
-    cdef TokenBuffer parent_of      # of each row, as parents.pxd keeps it
+    cdef TokenBuffer parent_of      # of rows that follow no other, as parents.pxd keeps it
     cdef RemovedRun removed         # has room for all that can be replaced
     cdef EventDetail detail         # to be kept for snapshots, or None
     cdef bint truthful
@@ -158,7 +162,8 @@ cdef class RegistrationLog:
 
     cdef bint follows(self, size_t i) noexcept
     cdef int find_parents(self) except -1
-    cdef int reserve_removals(self) except -1
+    cdef void note_parents(self, size_t first, size_t stop) noexcept
+    cdef int reserve_removals(self, size_t num_keyed) except -1
     cdef void replacing(self, size_t i) noexcept
     cdef void registered(self, size_t i, bint is_new) noexcept
     cdef int add_row(self, size_t i, bint is_new) except -1
@@ -256,20 +261,24 @@ cdef class BlockPool:
     ) except -1
     cdef int register_steps(
         self, const block_id_t* ids, const uint64_t* ends, HashBatch batch, uint32_t group,
-        size_t step, RegistrationLog log,
+        size_t step, size_t num_keyed, RegistrationLog log,
     ) except -1
     cdef int register_step(
         self, const block_id_t* ids, const uint64_t* ends, HashBatch batch, size_t first,
         size_t total, uint32_t group, RegistrationLog log,
     ) except -1
-    cdef bint register_one(
-        self, block_id_t id, const Key* key, hash_t hash, uint32_t num_tokens
-    ) noexcept
+    cdef int register_logged(
+        self, batches.Registrations* rows, size_t first, RegistrationLog log
+    ) except -1
     cdef void note_width(self, uint32_t width) noexcept
     cdef uint32_t num_page_slots(self) noexcept
     cdef int check_batch_width(self, HashBatch rows) except -1
     cdef uint64_t check_boundary(self, object num_tokens) except? 0
     cdef bint holds(self, block_id_t id, bytes digest, uint32_t group) except -1
+    cdef int register_partial_id(
+        self, block_id_t id, bytes digest, uint64_t tokens, uint32_t group, bint replace,
+        object parent, object token_ids,
+    ) except -1
     cdef int register_partial(
         self, block_id_t id, bytes digest, uint64_t tokens, uint32_t group, bint replace,
         object parent, object stored, EventDetail detail, bint compact,

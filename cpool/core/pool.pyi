@@ -222,6 +222,16 @@ class BlockPool:
         parent_hash: bytes | None = None,
         token_ids: Any = None,
     ) -> None: ...
+    def cache_partial_ids(
+        self,
+        ids: _BlockIds,
+        hashes: _Hashes,
+        num_tokens: Sequence[int] | NDArray[np.integer[Any]],
+        kv_cache_group_id: int,
+        *,
+        parent_hashes: Sequence[bytes | None] | None = None,
+        token_ids: Sequence[Any] | None = None,
+    ) -> None: ...
     def find_ids(self, hashes: _Hashes, kv_cache_group_id: int) -> NDArray[np.int64]: ...
     def find_full_ids(
         self, hashes: _Hashes, kv_cache_group_id: int, block_size: int

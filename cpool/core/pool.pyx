@@ -10,12 +10,13 @@ Decisions are those of vLLM 0.32.0's ``vllm/v1/core/block_pool.py``, op for op; 
 class would corrupt itself (double free, negative count, foreign id) this one raises first.
 """
 cimport cython
+cimport numpy
 from cpool.core cimport (
-    check, free_queue, keys, memory, msgpack, parents, registry, reverse_index, shared_keys, table,
-    table_stats,
+    batches, check, free_queue, keys, memory, msgpack, parents, registry, reverse_index,
+    shared_keys, table, table_stats,
 )
 from cpool.core.blocks cimport PrimaryKey, digest_slot
-from cpool.core.keys cimport Key, Space, MAX_SPACES
+from cpool.core.keys cimport Key, Space, copy_digest, MAX_SPACES
 from cpool.core.memory cimport Array, prefetch, prefetch_write
 from cpool.core.msgpack cimport Writer
 from cpool.core.parents cimport Parents
@@ -23,7 +24,7 @@ from cpool.core.registry cimport Core, Holder
 from cpool.core.types cimport (
     BlockState, block_id_t, hash_t, int32_t, int64_t, record_id_t, ref_t, space_t, uint8_t,
     uint16_t, uint32_t, uint64_t, INDEX_MASK, LOOSE_FLAG, MAX_BLOCKS, MAX_HASH_BYTES,
-    MAX_NUM_TOKENS, NO_RECORD,
+    MAX_NUM_TOKENS, NO_BLOCK, NO_RECORD,
     NO_TOKENS_FLAG, NOT_QUEUED, SHARED, SHARED_FLAG, SPACE_MASK,
 )
 from cpython.buffer cimport (
@@ -63,11 +64,10 @@ cdef enum:
     STEP = 1024                     # registrations that memory is reserved for at once
     CHECKED_UP_TO_BLOCKS = 4096     # debug builds check pools of this size after each operation
 
-cdef object empty = np.empty
-cdef object uint32_dtype = np.dtype(np.uint32)
-cdef object int64_dtype = np.dtype(np.int64)
 cdef object STATE_DTYPE = np.dtype([("prev", "<u4"), ("next", "<u4"), ("ref_cnt", "<i4")])
 cdef object KEY_DTYPE = np.dtype([("num_tokens", "<u4"), ("space", "<u2")])
+
+numpy.import_array()
 
 include "arguments.pxi"
 include "steps.pxi"
@@ -79,12 +79,15 @@ include "views.pxi"
 include "save.pxi"
 
 
-cdef void* new_array(object array, Py_buffer* view) except NULL:
+cdef inline object new_array(Py_ssize_t count, int type_number):
+    # As numpy.empty, in a tenth of the time.
+    cdef numpy.npy_intp shape = count
+    return numpy.PyArray_EMPTY(1, &shape, type_number, False)
+
+
+cdef inline void* data_of(object array) noexcept:
     # The memory of a numpy array that we made and still hold.
-    PyObject_GetBuffer(array, view, PyBUF_WRITABLE)
-    cdef void* data = view.buf
-    PyBuffer_Release(view)
-    return data if data != NULL else <void*>view
+    return numpy.PyArray_DATA(<numpy.ndarray>array)
 
 
 cdef class Column:
@@ -557,21 +560,35 @@ cdef class BlockPool:
     cdef object find_rows(self, object hashes, object group, uint32_t multiple_of, bint prefix):
         cdef HashBatch batch = read_hashes(hashes, -1, self.hash_width)
         cdef uint32_t group_id = read_group(group)
-        cdef Py_buffer view
         cdef size_t count = batch.count
         cdef space_t space
+        cdef block_id_t* ids
+        cdef int64_t* answers
+        cdef size_t i
         self.check_batch_width(batch)
-        found = empty(count, int64_dtype)
         space = registry.find_space(&self.core, group_id, batch.width)
-        if space and count and self.core.table.cells != NULL:
-            count = registry.find_batch(
-                &self.core, batch.rows, batch.row_bytes, count, space, multiple_of, prefix,
-                <int64_t*>new_array(found, &view),
-            )
-        else:
+        if space == 0 or count == 0 or self.core.table.cells == NULL:
+            if prefix:
+                return new_array(0, numpy.NPY_UINT32)
+            found = new_array(count, numpy.NPY_INT64)
             found.fill(-1)
-            count = 0
-        return found[:count].astype(uint32_dtype) if prefix else found
+            return found
+        found = new_array(count, numpy.NPY_UINT32 if prefix else numpy.NPY_INT64)
+        ids = <block_id_t*>data_of(found)
+        if prefix:
+            count = batches.find_batch(
+                &self.core, batch.rows, batch.row_bytes, count, space, multiple_of, True, ids
+            )
+            return found[:count]
+        # The ids come in the upper half of the answers, which are then written from below.
+        answers = <int64_t*>ids
+        ids += count
+        batches.find_batch(
+            &self.core, batch.rows, batch.row_bytes, count, space, multiple_of, False, ids
+        )
+        for i in range(count):
+            answers[i] = -1 if ids[i] == NO_BLOCK else <int64_t>ids[i]
+        return found
 
     def find_ids(self, hashes, kv_cache_group_id):
         """The first block registered under each hash.
@@ -773,11 +790,10 @@ cdef class BlockPool:
             (n,) uint32 array of block ids.
         """
         cdef int64_t count = read_count(n, "num_blocks", 0, (1 << 62))
-        cdef Py_buffer view
         self.check_available(count)
-        result = empty(count, uint32_dtype)
+        result = new_array(count, numpy.NPY_UINT32)
         if count:
-            self.allocate(<block_id_t*>new_array(result, &view), count, True)
+            self.allocate(<block_id_t*>data_of(result), count, True)
         self.after()
         return result
 
@@ -1030,7 +1046,6 @@ cdef class BlockPool:
             count += 1
         buffer.count = count
         batch = read_hashes(digests, count, 0)
-        check_new_keys(&self.core, buffer.ids, ends.values, count)
         stored = None
         if positions is not None:
             source = RequestSource.__new__(RequestSource)
@@ -1054,25 +1069,28 @@ cdef class BlockPool:
         self, const block_id_t* ids, const uint64_t* ends, HashBatch batch, uint32_t group,
         uint64_t size, EventSource source, object stored,
     ) except -1:
-        # The commit of both grains. Registers row i for ids[i], which check_new_keys passed.
-        # With events on `source` describes the rows and `stored` is the event for all of them.
+        # The check and the commit of both grains. Registers row i for ids[i]. With events on
+        # `source` describes the rows and `stored` is the event for all of them.
         # Memory is reserved for the worst case: every key is already another block's. For a
         # large batch that is much, so it goes step by step where steps can be undone.
-        cdef size_t step = batch.count
         cdef RegistrationLog log = None
+        cdef size_t step = batch.count
+        cdef size_t num_keyed
         cdef bint collects
         if source is not None:
             log = self.start_log(ids, ends, batch, group, size, source)
             if self.detailed_snapshots and stored is not None:
                 log.detail = source.detail(stored)
-            # The event's parts came from the caller, whose code may have called the pool.
-            check_new_keys(&self.core, ids, ends, batch.count)
-        if batch.count > STEP and not any_has_keys(&self.core, ids, batch.count):
-            step = STEP
-        # The log makes objects while blocks are registered; a collection could run a __del__.
+        # From here on no code of the caller's runs: not even a __del__, which a collection
+        # for one of the log's objects could call.
         collects = log is not None and PyGC_Disable()
         try:
-            self.register_steps(ids, ends, batch, group, step, log)
+            num_keyed = check_new_keys(&self.core, ids, ends, batch.count)
+            if log is not None:
+                self.group_block_sizes[group] = size
+            if num_keyed == 0 and not any_has_extra_keys(&self.core, ids, batch.count):
+                step = min(step, <size_t>STEP)
+            self.register_steps(ids, ends, batch, group, step, num_keyed, log)
         finally:
             if collects:
                 PyGC_Enable()
@@ -1085,8 +1103,9 @@ cdef class BlockPool:
 
     cdef int register_steps(
         self, const block_id_t* ids, const uint64_t* ends, HashBatch batch, uint32_t group,
-        size_t step, RegistrationLog log,
+        size_t step, size_t num_keyed, RegistrationLog log,
     ) except -1:
+        # `num_keyed` of the blocks have a primary key.
         cdef size_t start = 0, count
         while start < batch.count:
             count = min(step, batch.count - start)
@@ -1097,7 +1116,7 @@ cdef class BlockPool:
                 )
                 if log is not None and start == 0:
                     self.reserve_parents()
-                    log.reserve_removals()
+                    log.reserve_removals(num_keyed)
             except (MemoryError, ValueError):
                 drop_all(&self.core, ids, start)
                 raise
@@ -1111,56 +1130,43 @@ cdef class BlockPool:
         size_t total, uint32_t group, RegistrationLog log,
     ) except -1:
         # After reserve(). Row `first` belongs to ids[0].
-        cdef hash_t hashes[registry.PIPELINE]
-        cdef const uint8_t* rows = batch.rows + first * batch.row_bytes
-        cdef size_t start = 0, count, i
-        cdef bint is_new
-        cdef Key key
-        key.space = registry.find_space(&self.core, group, batch.width)
-        while start < total:
-            count = min(total - start, <size_t>registry.PIPELINE)
-            for i in range(start, start + count):
-                key.digest = rows + i * batch.row_bytes
-                hashes[i - start] = registry.hash_of(&self.core, &key)
-                table.prefetch_home(&self.core.table, hashes[i - start])
-                prefetch_write(&self.core.blocks.keys[ids[i]])
-                prefetch_write(digest_slot(&self.core.blocks, ids[i]))
-                if log is not None:
-                    prefetch_write(&self.parents.of_block[ids[i]])
-            for i in range(start, start + count):
-                if ids[i] == NULL_BLOCK:
-                    continue
-                key.digest = rows + i * batch.row_bytes
-                if log is None:
-                    self.register_one(ids[i], &key, hashes[i - start], <uint32_t>ends[i])
-                else:
-                    if registry.has_primary(&self.core, ids[i]):
-                        log.replacing(first + i)
-                    is_new = self.register_one(
-                        ids[i], &key, hashes[i - start], <uint32_t>ends[i]
-                    )
-                    self.parents.of_block[ids[i]] = log.parent_of.values[first + i]
-                    if self.truthful_events:
-                        log.registered(first + i, is_new)
-                    if self.detailed_snapshots:
-                        log.note_row(first + i)
-            start += count
+        cdef batches.Registrations rows
+        cdef size_t i
+        rows.ids = ids
+        rows.ends = ends
+        rows.rows = batch.rows + first * batch.row_bytes
+        rows.row_bytes = batch.row_bytes
+        rows.count = total
+        rows.space = registry.find_space(&self.core, group, batch.width)
+        rows.fetched = 0
+        if log is not None:
+            return self.register_logged(&rows, first, log)
+        for i in range(total):
+            batches.fetch_rows(&self.core, &rows, i)
+            if ids[i] != NULL_BLOCK:
+                batches.register_row(&self.core, &rows, i)
         return 0
 
-    cdef bint register_one(
-        self, block_id_t id, const Key* key, hash_t hash, uint32_t num_tokens
-    ) noexcept:
-        # Whether the table did not have the key.
-        cdef Holder holder
-        cdef uint64_t num_keys
-        if registry.has_primary(&self.core, id):
-            registry.drop_keys(&self.core, id)
-        elif reverse_index.first(&self.core.index, id) != NO_RECORD:
-            if registry.find_held_by(&self.core, key, id, &holder):
-                return False
-        num_keys = self.core.table.num_used
-        registry.register(&self.core, id, key, hash, 0, num_tokens)
-        return self.core.table.num_used != num_keys
+    cdef int register_logged(
+        self, batches.Registrations* rows, size_t first, RegistrationLog log
+    ) except -1:
+        cdef block_id_t id
+        cdef bint is_new
+        cdef size_t i
+        for i in range(rows.count):
+            batches.fetch_rows(&self.core, rows, i)
+            id = rows.ids[i]
+            if id == NULL_BLOCK:
+                continue
+            if registry.has_primary(&self.core, id):
+                log.replacing(first + i)
+            is_new = batches.register_row(&self.core, rows, i)
+            if log.truthful:
+                log.registered(first + i, is_new)
+            if self.detailed_snapshots:
+                log.note_row(first + i)
+        log.note_parents(first, first + rows.count)
+        return 0
 
     def cache_full_ids(
         self,
@@ -1218,7 +1224,6 @@ cdef class BlockPool:
         ends = TokenBuffer.__new__(TokenBuffer, batch.count)
         for i in range(batch.count):
             ends.values[i] = (first + i + 1) * size
-        check_new_keys(&self.core, batch.ids, ends.values, batch.count)
         stored = None
         if self.enable_kv_cache_events and batch.count:
             copy_ids(batch)     # what follows may run the caller's code
@@ -1355,18 +1360,86 @@ cdef class BlockPool:
             )
         if id == NULL_BLOCK:
             return
-        stored = detail = None
-        if self.enable_kv_cache_events and (
-            replace_existing_hashes or not self.holds(id, block_hash, group)
-        ):
-            stored = self.partial_run(block_hash, parent_hash, token_ids, group)
-            if self.detailed_snapshots and token_ids is not None:
-                detail = make_detail(copy_tokens(token_ids, 0, None), len(token_ids))
-        self.register_partial(
-            id, block_hash, tokens, group, replace_existing_hashes, parent_hash, stored, detail,
-            True,
+        self.register_partial_id(
+            id, block_hash, tokens, group, replace_existing_hashes, parent_hash, token_ids
         )
         self.after()
+
+    def cache_partial_ids(
+        self,
+        ids,
+        hashes,
+        num_tokens,
+        kv_cache_group_id,
+        *,
+        parent_hashes=None,
+        token_ids=None,
+    ):
+        """As `cache_partial_id` for each of many blocks, in order.
+
+        An engine that registers the tail of every running request in each step repeats most
+        of them: what a block holds already costs as much as a look-up.
+
+        Args:
+            ids: (n,) integer buffer or sequence of block ids; 0 is passed over.
+            hashes: n digests, as in `cache_full_ids`.
+            num_tokens: (n,) integer array or sequence: prefix tokens that each digest covers,
+                multiples of ``hash_block_size``.
+            kv_cache_group_id: Group that owns the keys.
+            parent_hashes: For events only: n digests, bytes or None, where the block before
+                ends.
+            token_ids: For events only: for each block the tokens since then, or None.
+
+        Raises:
+            ContractError: A number is out of range; nothing was changed.
+        """
+        cdef IdBatch batch = read_ids(ids, self.core.blocks.num_blocks)
+        cdef HashBatch rows = read_hashes(hashes, batch.count, self.hash_width)
+        cdef uint32_t group = read_group(kv_cache_group_id)
+        cdef TokenBuffer ends = read_boundaries(num_tokens, batch.count, self.hash_block_size)
+        cdef IdBuffer found = make_buffer(batch.count)
+        cdef space_t space
+        cdef size_t i, num_new = 0
+        self.check_batch_width(rows)
+        parents_of = check_length(parent_hashes, batch.count, "parent_hashes")
+        tokens_of = check_length(token_ids, batch.count, "token_ids")
+        for parent in parents_of or ():
+            low_bits(parent)
+        space = registry.find_space(&self.core, group, rows.width)
+        if space and batch.count and self.core.table.cells != NULL:
+            batches.find_batch(
+                &self.core, rows.rows, rows.row_bytes, batch.count, space, 0, False, found.ids
+            )
+        else:
+            for i in range(batch.count):
+                found.ids[i] = NO_BLOCK
+        # What remains is new, or held behind other blocks or as a key assigned by hand.
+        for i in range(batch.count):
+            num_new += batch.ids[i] != NULL_BLOCK and found.ids[i] != batch.ids[i]
+        if num_new:
+            copy_ids(batch)     # what follows may run the caller's code
+            registry.reserve(&self.core, group, rows.width, num_new, num_new)
+            for i in range(batch.count):
+                if batch.ids[i] != NULL_BLOCK and found.ids[i] != batch.ids[i]:
+                    self.register_partial_id(
+                        batch.ids[i], rows.row(i), ends.values[i], group, False,
+                        parents_of[i] if parents_of is not None else None,
+                        tokens_of[i] if tokens_of is not None else None,
+                    )
+        self.after()
+
+    cdef int register_partial_id(
+        self, block_id_t id, bytes digest, uint64_t tokens, uint32_t group, bint replace,
+        object parent, object token_ids,
+    ) except -1:
+        stored = detail = None
+        if self.enable_kv_cache_events and (replace or not self.holds(id, digest, group)):
+            stored = self.partial_run(digest, parent, token_ids, group)
+            if self.detailed_snapshots and token_ids is not None:
+                detail = make_detail(copy_tokens(token_ids, 0, None), len(token_ids))
+        return self.register_partial(
+            id, digest, tokens, group, replace, parent, stored, detail, True
+        )
 
     cdef uint64_t check_boundary(self, object num_tokens) except? 0:
         cdef uint64_t tokens = read_count(num_tokens, "num_tokens", 1, MAX_NUM_TOKENS)
@@ -1566,9 +1639,7 @@ cdef class BlockPool:
         self, const block_id_t* ids, size_t count, RemovedRun removed
     ) noexcept:
         # `removed` is from log_for(). Returns how many of the blocks the table knew.
-        if removed is None:
-            return evict_run(&self.core, ids, count)
-        return evict_logged(&self.core, ids, count, removed, self.truthful_events)
+        return evict_run(&self.core, ids, count, removed, self.truthful_events)
 
     def reset_prefix_cache(self):
         """Forget all keys, and give back the memory that they took.
@@ -1729,7 +1800,6 @@ cdef class BlockPool:
         log.truthful = self.truthful_events
         log.steps = []
         log.find_parents()
-        self.group_block_sizes[group] = size
         return log
 
     cdef int reserve_parents(self) except -1:
@@ -2136,21 +2206,20 @@ cdef class BlockPool:
 
     cdef int load_arrays(self, dict settings, dict arrays) except -1:
         # The arrays are ours, with the dtypes of save.pxi; their values are checked here.
-        cdef Py_buffer view
         cdef size_t count = len(arrays["registrations"])
         cdef size_t num_copies = len(arrays["copies"])
         cdef size_t num_spaces = len(arrays["spaces"])
         cdef size_t width = arrays["digests"].shape[1]
         cdef IdBuffer extras = make_buffer(count)
         is_copy = np.zeros(count, np.uint8)
-        cdef void* ref_cnts = new_array(arrays["ref_cnts"], &view)
-        cdef void* queue = new_array(arrays["queue"], &view)
-        cdef void* spaces = new_array(arrays["spaces"], &view)
-        cdef void* registrations = new_array(arrays["registrations"], &view)
-        cdef void* digests = new_array(arrays["digests"], &view)
-        cdef void* copies = new_array(arrays["copies"], &view)
-        cdef void* marks = new_array(is_copy, &view)
-        cdef void* parent_hashes = new_array(arrays["parents"], &view)
+        cdef void* ref_cnts = data_of(arrays["ref_cnts"])
+        cdef void* queue = data_of(arrays["queue"])
+        cdef void* spaces = data_of(arrays["spaces"])
+        cdef void* registrations = data_of(arrays["registrations"])
+        cdef void* digests = data_of(arrays["digests"])
+        cdef void* copies = data_of(arrays["copies"])
+        cdef void* marks = data_of(is_copy)
+        cdef void* parent_hashes = data_of(arrays["parents"])
         if len(arrays["ref_cnts"]) != self.core.blocks.num_blocks:
             raise SavedPoolError(
                 f"{len(arrays['ref_cnts'])} counts for {self.core.blocks.num_blocks} blocks"
@@ -2245,12 +2314,11 @@ cdef class BlockPool:
 
     def free_queue_ids(self):
         """(num_free,) uint32 array: the free blocks in the order of eviction."""
-        cdef Py_buffer view
         cdef block_id_t* ids
         cdef block_id_t id = self.core.queue.end
         cdef uint32_t i
-        result = empty(self.core.queue.num_free, uint32_dtype)
-        ids = <block_id_t*>new_array(result, &view)
+        result = new_array(self.core.queue.num_free, numpy.NPY_UINT32)
+        ids = <block_id_t*>data_of(result)
         for i in range(self.core.queue.num_free):
             id = free_queue.next_of(&self.core.queue, id)
             ids[i] = id

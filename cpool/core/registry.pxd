@@ -14,8 +14,10 @@
 from cpool.core cimport blocks, free_queue, keys, memory, reverse_index, shared_keys, table
 from cpool.core.blocks cimport Blocks
 from cpool.core.free_queue cimport FreeQueue
-from cpool.core.keys cimport Key, Space, hash_key, same_digest, MAX_SPACES, NUM_SEED_WORDS
-from cpool.core.memory cimport Arena, Array, prefetch, prefetch_write
+from cpool.core.keys cimport (
+    Key, Space, copy_digest, hash_key, same_digest, MAX_SPACES, NUM_SEED_WORDS,
+)
+from cpool.core.memory cimport Arena, Array
 from cpool.core.reverse_index cimport Extra, ReverseIndex
 from cpool.core.shared_keys cimport Member, SharedKeys
 from cpool.core.table cimport Table
@@ -25,12 +27,6 @@ from cpool.core.types cimport (
     SPACE_MASK,
 )
 from libc.string cimport memcpy, memset
-
-cdef enum:
-    # Keys in flight at once in a batch: enough to hide the latency of memory, few enough to
-    # stay in the first-level cache.
-    PIPELINE = 32
-
 
 cdef struct Core:
     Blocks blocks
@@ -295,17 +291,6 @@ cdef inline bint find_held_by(
     return False
 
 
-cdef inline void prefetch_holder(const Core* core, ref_t ref) noexcept:
-    cdef uint32_t index = ref & INDEX_MASK
-    cdef ref_t tag = ref & ~<ref_t>INDEX_MASK
-    if tag == PRIMARY:
-        prefetch(blocks.digest_slot(&core.blocks, index))
-        if core.num_spaces > 2:
-            prefetch(&core.blocks.keys[index])
-    elif tag == <ref_t>SHARED:
-        prefetch(shared_keys.key(&core.shared, index))
-
-
 cdef inline bint covers_multiple(const Core* core, Holder holder, uint32_t tokens) noexcept:
     cdef uint32_t covered = num_tokens_of(core, holder)     # 0 with NO_TOKENS_FLAG
     return covered != 0 and covered % tokens == 0
@@ -328,47 +313,6 @@ cdef inline bint find_covering(
             return True
         id = member.next
     return False
-
-
-cdef inline size_t find_batch(
-    const Core* core, const uint8_t* digests, size_t row_bytes, size_t count, space_t space,
-    uint32_t multiple_of, bint stop_at_miss, int64_t* found,
-) noexcept:
-    # found[i] = first holder of row i or -1; returns how many rows were answered. With
-    # `multiple_of` a holder counts only if it covers a multiple of that many tokens.
-    cdef hash_t hashes[PIPELINE]
-    cdef uint64_t places[PIPELINE]
-    cdef size_t start = 0, width, i
-    cdef uint64_t place
-    cdef Holder holder
-    cdef Key key
-    key.space = space
-    while start < count:
-        width = min(count - start, <size_t>PIPELINE)
-        for i in range(width):
-            key.digest = digests + (start + i) * row_bytes
-            hashes[i] = hash_of(core, &key)
-            table.prefetch_home(&core.table, hashes[i])
-        for i in range(width):
-            places[i] = table.seek(&core.table, hashes[i])
-            if table.holds(&core.table, places[i], hashes[i]):
-                prefetch_holder(core, <ref_t>core.table.cells[places[i]])
-        for i in range(width):
-            key.digest = digests + (start + i) * row_bytes
-            place = places[i]
-            found[start + i] = -1
-            while table.holds(&core.table, place, hashes[i]):
-                if names(core, <ref_t>core.table.cells[place], &key, &holder):
-                    if multiple_of == 0 or find_covering(
-                        core, <ref_t>core.table.cells[place], multiple_of, &holder
-                    ):
-                        found[start + i] = holder.block
-                    break
-                place = table.following(&core.table, place)
-            if stop_at_miss and found[start + i] < 0:
-                return start + i
-        start += width
-    return count
 
 
 # Changes ----------------------------------------------------------------------------------
@@ -519,7 +463,7 @@ cdef inline void unlink_hashed(Core* core, Holder holder, hash_t hash) noexcept:
 cdef inline void write_primary(
     Core* core, block_id_t block, const Key* key, space_t flags, uint32_t num_tokens
 ) noexcept:
-    memcpy(
+    copy_digest(
         blocks.digest_slot(&core.blocks, block), key.digest, core.spaces[key.space].width
     )
     core.blocks.keys[block].space = key.space | flags
@@ -542,7 +486,7 @@ cdef inline void register(
         write_primary(core, block, key, flags, num_tokens)
     else:
         holder.extra = reverse_index.append(&core.index, block, key.space | flags, num_tokens)
-        memcpy(slot_of(core, holder), key.digest, core.spaces[key.space].width)
+        copy_digest(slot_of(core, holder), key.digest, core.spaces[key.space].width)
     attach(core, holder, hash, ref, other, place)
 
 
@@ -571,41 +515,6 @@ cdef inline uint32_t drop_keys(Core* core, block_id_t block) noexcept:
             break
         drop_extra(core, holder)
     return <uint32_t>(before - core.num_registrations)
-
-
-cdef inline size_t drop_keys_of(Core* core, const block_id_t* ids, size_t count) noexcept:
-    # As drop_keys for each of at most PIPELINE blocks, with the cells on their way before they
-    # are needed. Key columns must exist. Returns how many of the blocks the table knew.
-    cdef hash_t hashes[PIPELINE]
-    cdef size_t i, num_known = 0
-    cdef space_t space
-    cdef Key key
-    for i in range(count):
-        space = core.blocks.keys[ids[i]].space
-        if space:
-            key = key_of(core, primary(ids[i]))
-            hashes[i] = hash_of(core, &key)
-            table.prefetch_home(&core.table, hashes[i])
-    for i in range(count):
-        space = core.blocks.keys[ids[i]].space
-        if space and not space & LOOSE_FLAG and (
-            reverse_index.first(&core.index, ids[i]) == NO_RECORD
-        ):
-            unlink_hashed(core, primary(ids[i]), hashes[i])
-            core.blocks.keys[ids[i]].space = 0
-            core.blocks.keys[ids[i]].num_tokens = 0
-            num_known += 1
-        else:
-            num_known += drop_keys(core, ids[i]) != 0
-    return num_known
-
-
-cdef inline void prefetch_keys(const Core* core, block_id_t block) noexcept:
-    if core.blocks.keys != NULL:
-        prefetch_write(&core.blocks.keys[block])
-        prefetch(blocks.digest_slot(&core.blocks, block))
-        if core.index.heads != NULL:
-            prefetch_write(&core.index.heads[block])
 
 
 cdef inline bint move_key(

@@ -144,29 +144,28 @@ cdef dict arrays_of(const Core* core, const Parents* of):
     cdef uint32_t width = 0
     cdef uint32_t num_spaces = max(core.num_spaces, 1) - 1 if count else 0
     cdef IdBuffer numbers = make_buffer(core.shared.members.high_water)
-    cdef Py_buffer view
     cdef SavedSpace* saved_spaces
     cdef void* rows
     cdef void* digest_rows
     for i in range(num_spaces):
         width = max(width, core.spaces[i + 1].width)
-    spaces = empty(num_spaces, SPACE_DTYPE)
-    registrations = empty(count, REGISTRATION_DTYPE)
+    spaces = np.empty(num_spaces, SPACE_DTYPE)
+    registrations = np.empty(count, REGISTRATION_DTYPE)
     digests = np.zeros((count, width), np.uint8)
-    copies = empty(num_copies, uint32_dtype)
-    saved_spaces = <SavedSpace*>new_array(spaces, &view)
+    copies = new_array(num_copies, numpy.NPY_UINT32)
+    saved_spaces = <SavedSpace*>data_of(spaces)
     for i in range(num_spaces):
         saved_spaces[i].group = core.spaces[i + 1].group
         saved_spaces[i].width = core.spaces[i + 1].width
-    rows = new_array(registrations, &view)
-    digest_rows = new_array(digests, &view)
+    rows = data_of(registrations)
+    digest_rows = data_of(digests)
     save_registrations(
         core, <SavedRegistration*>rows, <uint8_t*>digest_rows, width, numbers.ids
     )
-    save_copies(core, numbers.ids, <uint32_t*>new_array(copies, &view))
-    parent_hashes = empty(count if of.of_block != NULL else 0, np.uint64)
+    save_copies(core, numbers.ids, <uint32_t*>data_of(copies))
+    parent_hashes = np.empty(count if of.of_block != NULL else 0, np.uint64)
     if of.of_block != NULL:
-        save_parents(core, of, <uint64_t*>new_array(parent_hashes, &view))
+        save_parents(core, of, <uint64_t*>data_of(parent_hashes))
     return {
         "spaces": spaces, "registrations": registrations, "digests": digests,
         "parents": parent_hashes, "copies": copies,
@@ -345,19 +344,19 @@ cdef int load_singles(
     Core* core, const SavedRegistration* saved, const record_id_t* extras, size_t count,
     const uint8_t* is_copy,
 ) except -1:
-    cdef hash_t hashes[32]
+    cdef hash_t hashes[batches.RING]
     cdef size_t start = 0, width, i
     cdef Holder holder
     cdef Key key
     while start < count:
-        width = min(count - start, <size_t>registry.PIPELINE)
+        width = min(count - start, <size_t>batches.RING)
         for i in range(start, start + width):
             holder.block = saved[i].block
             holder.extra = extras[i]
             if is_copy[i] == 0:
                 key = registry.key_of(core, holder)
                 hashes[i - start] = registry.hash_of(core, &key)
-                table.prefetch_home(&core.table, hashes[i - start])
+                table.prefetch_run(&core.table, hashes[i - start])
         for i in range(start, start + width):
             holder.block = saved[i].block
             holder.extra = extras[i]

@@ -10,12 +10,13 @@ cdef int head_run(Core* core, block_id_t* ids, size_t count) except -1:
     # The first `count` blocks of the free queue, which must have as many; nothing changes.
     cdef block_id_t id = core.queue.end
     cdef size_t i
+    free_queue.prefetch_near(&core.queue, count)
     for i in range(count):
         id = free_queue.next_of(&core.queue, id)
         ids[i] = id
-        free_queue.prefetch_ahead(&core.queue, id)
-        if i < registry.PIPELINE:
-            registry.prefetch_keys(core, id)
+        free_queue.prefetch_ahead(&core.queue, id, i)
+        if i < 2 * batches.IN_FLIGHT:
+            batches.prefetch_keys(core, id)
     for i in range(count):
         if core.blocks.states[ids[i]].ref_cnt > 0:
             raise ContractError(
@@ -41,19 +42,34 @@ cdef void put_back(Core* core, const block_id_t* ids, size_t count) noexcept:
         place = ids[i]
 
 
-cdef size_t evict_run(Core* core, const block_id_t* ids, size_t count) noexcept:
-    # All keys of the blocks leave. Returns how many blocks the table knew.
-    cdef size_t start = 0, width, i, evicted = 0
+cdef size_t evict_run(
+    Core* core, const block_id_t* ids, size_t count, RemovedRun removed, bint truthful
+) noexcept:
+    # All keys of the blocks leave; each is appended to `removed`, if that is not None, which
+    # has room. Returns how many blocks the table knew.
+    cdef batches.Evictions batch
+    cdef space_t space
+    cdef size_t i, evicted = 0
     if core.blocks.keys == NULL:
         return 0
-    for i in range(min(count, <size_t>registry.PIPELINE)):
-        registry.prefetch_keys(core, ids[i])
-    while start < count:
-        width = min(count - start, <size_t>registry.PIPELINE)
-        for i in range(start + width, min(count, start + width + registry.PIPELINE)):
-            registry.prefetch_keys(core, ids[i])
-        evicted += registry.drop_keys_of(core, ids + start, width)
-        start += width
+    batch.ids = ids
+    batch.count = count
+    batch.fetched = 0
+    batch.hashed = 0
+    for i in range(count):
+        batches.fetch_keys(core, &batch, i)
+        if not batches.has_own_key_only(core, ids[i]):
+            if removed is not None:
+                log_keys(core, ids[i], removed, truthful)
+            evicted += registry.drop_keys(core, ids[i]) != 0
+            continue
+        if removed is not None:
+            space = core.blocks.keys[ids[i]].space
+            append_removed(
+                removed, &core.spaces[space & SPACE_MASK], digest_slot(&core.blocks, ids[i])
+            )
+        batches.drop_own_key(core, &batch, i)
+        evicted += 1
     return evicted
 
 
@@ -145,11 +161,12 @@ cdef int release_run(
     return 0
 
 
-cdef int check_new_keys(
+cdef int64_t check_new_keys(
     Core* core, const block_id_t* ids, const uint64_t* num_tokens, size_t count
 ) except -1:
     # A full block may already have a key only if that key is shorter: then it is promoted.
-    cdef size_t i
+    # Returns how many of the blocks have a primary key.
+    cdef size_t i, found = 0
     cdef uint32_t held
     for i in range(count):
         if num_tokens[i] > MAX_NUM_TOKENS:
@@ -158,6 +175,7 @@ cdef int check_new_keys(
             )
         if not registry.has_primary(core, ids[i]):
             continue
+        found += 1
         held = core.blocks.keys[ids[i]].num_tokens
         if core.blocks.keys[ids[i]].space & NO_TOKENS_FLAG:
             raise ContractError(f"block {ids[i]} has a key of unknown length")
@@ -166,7 +184,7 @@ cdef int check_new_keys(
                 f"block {ids[i]} at position {i} has a key for {held} tokens: one for "
                 f"{num_tokens[i]} cannot replace it"
             )
-    return 0
+    return found
 
 
 cdef size_t count_extra(Core* core, const block_id_t* ids, size_t count) noexcept:
@@ -179,12 +197,12 @@ cdef size_t count_extra(Core* core, const block_id_t* ids, size_t count) noexcep
     return found
 
 
-cdef bint any_has_keys(Core* core, const block_id_t* ids, size_t count) noexcept:
+cdef bint any_has_extra_keys(Core* core, const block_id_t* ids, size_t count) noexcept:
     cdef size_t i
+    if core.index.heads == NULL:
+        return False
     for i in range(count):
-        if registry.has_primary(core, ids[i]):
-            return True
-        if reverse_index.first(&core.index, ids[i]) != NO_RECORD:
+        if core.index.heads[ids[i]]:
             return True
     return False
 

@@ -13,6 +13,7 @@ cdef enum:
     # A block id and a record id share a word with a two-bit tag.
     MAX_BLOCKS = (1 << 30) - 2
     NO_RECORD = 0xFFFFFFFF      # end of a chain of records
+    NO_BLOCK = 0xFFFFFFFF       # nobody holds the key
     NOT_QUEUED = 0xFFFFFFFF     # a block that is in no free queue
     MAX_HASH_BYTES = 255        # longest digest
     MAX_NUM_TOKENS = 0xFFFFFFFF

@@ -12,19 +12,19 @@ of vLLM 0.32.0's ``KVCacheManager``, so block ids, copies and order of eviction 
 """
 cimport cython
 from cpool.core cimport free_queue, registry, reverse_index
-from cpool.core.pool cimport BlockPool, IdBuffer
+from cpool.core.pool cimport BlockPool, HashBatch, IdBuffer, read_hashes
 from cpool.core.registry cimport Core, Holder
 from cpool.core.keys cimport Key
 from cpool.core.memory cimport prefetch
 from cpool.core.types cimport (
-    block_id_t, space_t, uint8_t, uint32_t, uint64_t, MAX_HASH_BYTES, MAX_NUM_TOKENS, NO_RECORD,
+    block_id_t, space_t, uint32_t, uint64_t, MAX_HASH_BYTES, MAX_NUM_TOKENS, NO_RECORD,
 )
 from cpool.prefix cimport evictions, lookup, rows
 from cpool.prefix.evictions cimport Eviction, Evictions
 from cpool.prefix.lookup cimport GroupSet, Hit, Query, FULL_ATTENTION, MAMBA
 from cpool.prefix.rows cimport Kind, Row
 from cpython.buffer cimport (
-    Py_buffer, PyBUF_STRIDED_RO, PyBUF_WRITABLE, PyBuffer_Release,
+    Py_buffer, PyBUF_WRITABLE, PyBuffer_Release,
     PyObject_CheckBuffer, PyObject_GetBuffer,
 )
 from cpython.mem cimport PyMem_Calloc, PyMem_Free, PyMem_Malloc
@@ -209,28 +209,28 @@ cdef class PrefixCache:
         Returns:
             A `PrefixMatch`, of 0 tokens when nothing is found.
         """
-        cdef object array = rows_of(hashes, self.pool.hash_width)
+        cdef HashBatch batch = read_hashes(hashes, -1, self.pool.hash_width)
         cdef uint64_t unit = self.pool.hash_block_size
-        cdef uint64_t covered = <uint64_t>len(array) * unit
+        cdef uint64_t covered = batch.count * unit
         cdef uint64_t limit = covered
         if max_tokens is not None:
             # Beyond the last hash nothing can be found.
             limit = min(
                 read_tokens(max_tokens, "max_tokens", 0, MAX_NUM_TOKENS), covered + unit - 1
             )
-        return self.find(hashes, array, limit)
+        return self.find(hashes, batch, limit)
 
     cdef PrefixMatch prepare(
-        self, Query* query, object hashes, object array, uint64_t max_tokens
+        self, Query* query, object hashes, HashBatch batch, uint64_t max_tokens
     ):
         # An empty match with room for what `query` will find.
         cdef PrefixMatch match = PrefixMatch.__new__(PrefixMatch)
-        cdef uint32_t g, width = <uint32_t>array.shape[1]
+        cdef uint32_t g
         cdef size_t placed = 0
         match.cache = self
         match.hashes = hashes
         match.max_tokens = max_tokens
-        match.num_hashes = len(array)
+        match.num_hashes = batch.count
         match.hits = <Hit*>room(self.num_sets, sizeof(Hit))
         match.rows = <block_id_t**>room(self.num_groups, sizeof(block_id_t*))
         for g in range(self.num_groups):
@@ -240,12 +240,13 @@ cdef class PrefixCache:
             raise MemoryError(f"cannot allocate room for {placed} block ids")
         placed = 0
         for g in range(self.num_groups):
-            self.spaces[g] = registry.find_space(&self.pool.core, g, width)
+            self.spaces[g] = registry.find_space(&self.pool.core, g, batch.width)
             match.rows[g] = match.storage + placed
             placed += rows.blocks_for(max_tokens, self.kinds[g].block_size) + 2
         query.core = &self.pool.core
-        query.num_rows = match.num_hashes
-        query.row_bytes = array.strides[0] if match.num_hashes > 1 else width
+        query.rows = batch.rows
+        query.num_rows = batch.count
+        query.row_bytes = batch.row_bytes
         query.unit = self.pool.hash_block_size
         query.match_unit = self.match_unit_tokens
         query.spaces = self.spaces
@@ -253,12 +254,9 @@ cdef class PrefixCache:
         query.found = match.rows
         return match
 
-    cdef PrefixMatch find(self, object hashes, object array, uint64_t max_tokens):
+    cdef PrefixMatch find(self, object hashes, HashBatch batch, uint64_t max_tokens):
         cdef Query query
-        cdef Py_buffer view
-        cdef PrefixMatch match = self.prepare(&query, hashes, array, max_tokens)
-        PyObject_GetBuffer(array, &view, PyBUF_STRIDED_RO)
-        query.rows = <const uint8_t*>view.buf
+        cdef PrefixMatch match = self.prepare(&query, hashes, batch, max_tokens)
         if self.is_single:
             lookup.match_set(&query, self.sets, max_tokens, self.sets[0].eagle, match.hits)
             match.num_tokens = match.hits[0].num_tokens
@@ -267,7 +265,6 @@ cdef class PrefixCache:
             match.num_tokens = lookup.match_all(
                 &query, self.sets, self.num_sets, max_tokens, match.hits, &match.longest
             )
-        PyBuffer_Release(&view)
         match.snapshot = self.take_snapshot()
         return match
 
@@ -283,14 +280,13 @@ cdef class PrefixCache:
         cdef GroupSet alone
         cdef Hit hit
         cdef Query query
-        cdef Py_buffer view
-        cdef object array = rows_of(hashes, self.pool.hash_width)
+        cdef HashBatch batch = read_hashes(hashes, -1, self.pool.hash_width)
         cdef uint64_t limit
         cdef uint32_t g = read_tokens(
             kv_cache_group_id, "kv_cache_group_id", 0, self.num_groups - 1
         )
-        cdef PrefixMatch scratch = self.prepare(&query, hashes, array, read_tokens(
-            max_tokens, "max_tokens", 0, <uint64_t>len(array) * self.pool.hash_block_size
+        cdef PrefixMatch scratch = self.prepare(&query, hashes, batch, read_tokens(
+            max_tokens, "max_tokens", 0, batch.count * self.pool.hash_block_size
             + self.pool.hash_block_size - 1
         ))
         alone = self.sets[self.set_of[g]]
@@ -303,10 +299,7 @@ cdef class PrefixCache:
                 <uint64_t>query.num_rows * query.unit,
             )
         memset(&hit, 0, sizeof(Hit))
-        PyObject_GetBuffer(array, &view, PyBUF_STRIDED_RO)
-        query.rows = <const uint8_t*>view.buf
         lookup.match_set(&query, &alone, limit, alone.eagle and drop, &hit)
-        PyBuffer_Release(&view)
         return hit.num_tokens
 
     # The life of a request ----------------------------------------------------------------
@@ -465,7 +458,7 @@ cdef class PrefixCache:
         if memcmp(&now, &match.snapshot, sizeof(Snapshot)) == 0:
             return 0
         again = self.find(
-            match.hashes, rows_of(match.hashes, self.pool.hash_width), match.max_tokens
+            match.hashes, read_hashes(match.hashes, -1, self.pool.hash_width), match.max_tokens
         )
         if not match.same_blocks(again):
             raise ValueError(

@@ -13,10 +13,10 @@
 #
 # Decisions are those of vLLM 0.32.0's managers and of its hybrid coordinator. Reads the pool
 # and changes nothing. 0, the null block, stands for a block that is not needed.
-from cpool.core cimport registry
+from cpool.core cimport batches, registry
 from cpool.core.keys cimport Key
 from cpool.core.registry cimport Core, Holder
-from cpool.core.types cimport block_id_t, int64_t, space_t, uint8_t, uint32_t, uint64_t
+from cpool.core.types cimport block_id_t, space_t, uint8_t, uint32_t, uint64_t, NO_BLOCK
 from libc.string cimport memset
 
 cdef enum:
@@ -25,9 +25,8 @@ cdef enum:
     CHUNKED_LOCAL = 2
     MAMBA = 3
 
-    RUN = 256               # rows in one call for a run from the left
     FIRST_PROBES = 4        # searches from the right end soon, if they end with a hit:
-    MAX_PROBES = 32         # they begin with few rows in flight and double
+    MAX_PROBES = 256        # they begin with few rows in flight and double
 
 
 cdef struct GroupSet:
@@ -74,10 +73,10 @@ cdef inline block_id_t find_row(const Query* query, uint32_t group, size_t row) 
 
 
 cdef inline void probe(
-    const Query* query, uint32_t group, size_t step, size_t low, size_t high, int64_t* found
+    const Query* query, uint32_t group, size_t step, size_t low, size_t high, block_id_t* found
 ) noexcept:
-    # found[i]: who holds row (low + i + 1) * step - 1, or -1.
-    registry.find_batch(
+    # found[i]: who holds row (low + i + 1) * step - 1, or NO_BLOCK.
+    batches.find_batch(
         query.core, query.rows + ((low + 1) * step - 1) * query.row_bytes,
         step * query.row_bytes, high - low, query.spaces[group], 0, False, found,
     )
@@ -97,21 +96,10 @@ cdef inline size_t run_of(
     const Query* query, uint32_t group, size_t step, size_t first, size_t count
 ) noexcept:
     # Blocks first, first + 1, ... of one group, up to `count` or the first that is missing.
-    cdef int64_t found[RUN]
-    cdef size_t done = 0, width, answered, i
-    cdef block_id_t* ids = query.found[group] + first
-    while done < count:
-        width = min(count - done, <size_t>RUN)
-        answered = registry.find_batch(
-            query.core, query.rows + ((first + done + 1) * step - 1) * query.row_bytes,
-            step * query.row_bytes, width, query.spaces[group], 0, True, found,
-        )
-        for i in range(answered):
-            ids[done + i] = <block_id_t>found[i]
-        done += answered
-        if answered < width:
-            break
-    return done
+    return batches.find_batch(
+        query.core, query.rows + ((first + 1) * step - 1) * query.row_bytes,
+        step * query.row_bytes, count, query.spaces[group], 0, True, query.found[group] + first,
+    )
 
 
 cdef inline size_t find_run(
@@ -131,7 +119,7 @@ cdef inline size_t find_highest(
 ) noexcept:
     # The highest i in (low, high] whose row i * step - 1 every member has, or 0. The blocks
     # go to `tail`.
-    cdef int64_t found[MAX_PROBES]
+    cdef block_id_t found[MAX_PROBES]
     cdef size_t width = FIRST_PROBES, bottom, i
     if not can_hit(query, set):
         return 0
@@ -140,8 +128,8 @@ cdef inline size_t find_highest(
         probe(query, set.members[0], step, bottom, high, found)
         i = high
         while i > bottom:
-            if found[i - 1 - bottom] > 0:
-                query.tail[set.members[0]] = <block_id_t>found[i - 1 - bottom]
+            if found[i - 1 - bottom] != NO_BLOCK:
+                query.tail[set.members[0]] = found[i - 1 - bottom]
                 if others_hold(query, set, i * step - 1):
                     return i
             i -= 1
@@ -211,7 +199,7 @@ cdef inline size_t window_blocks(uint64_t window, uint64_t block_size) noexcept:
 cdef inline void match_sliding_window(
     const Query* query, const GroupSet* set, uint64_t max_tokens, bint drop, Hit* hit
 ) noexcept:
-    cdef int64_t found[MAX_PROBES]
+    cdef block_id_t found[MAX_PROBES]
     cdef size_t size = set.block_size
     cdef size_t step = size // query.unit
     cdef size_t needed = window_blocks(set.window, size) + (1 if drop else 0)
@@ -227,10 +215,10 @@ cdef inline void match_sliding_window(
         probe(query, set.members[0], step, bottom, high, found)
         while i > bottom and not complete:
             i -= 1
-            if found[i - bottom] <= 0:
+            if found[i - bottom] == NO_BLOCK:
                 run = 0
                 continue
-            query.tail[set.members[0]] = <block_id_t>found[i - bottom]
+            query.tail[set.members[0]] = found[i - bottom]
             if not others_hold(query, set, (i + 1) * step - 1):
                 run = 0
                 continue

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+# Many keys at once: what waits for memory overlaps.
+#
+# One key at a time spends most of its time waiting: for the table's cell, then for the block
+# that the cell names. So every batch runs in stages, each IN_FLIGHT keys ahead of the next:
+# a stage asks for the memory that the next one reads. A key passes all stages in order, and
+# the last stages of all keys run in the order of the batch, as if they were alone; what a
+# stage saw before is only ever used as a hint of what to fetch.
+from cpool.core cimport blocks, registry, reverse_index, shared_keys, table
+from cpool.core.keys cimport Key, same_digest
+from cpool.core.memory cimport prefetch, prefetch_write
+from cpool.core.registry cimport Core, Holder
+from cpool.core.types cimport (
+    block_id_t, hash_t, ref_t, space_t, uint8_t, uint32_t, uint64_t, INDEX_MASK,
+    LOOSE_FLAG, NO_BLOCK, NO_RECORD, PRIMARY, SHARED, SHARED_FLAG,
+)
+
+cdef enum:
+    IN_FLIGHT = 16      # keys between two stages: as many as memory answers at once
+    RING = 32           # keys in flight at once, at most: two stages' worth, a power of two
+    STEADY = 8          # blocks in a row that lie side by side: the next one likely does too
+
+
+# Look-ups ---------------------------------------------------------------------------------
+
+cdef inline void prefetch_holder(const Core* core, ref_t ref) noexcept:
+    cdef uint32_t index = ref & INDEX_MASK
+    cdef ref_t tag = ref & ~<ref_t>INDEX_MASK
+    if tag == PRIMARY:
+        prefetch(blocks.digest_slot(&core.blocks, index))
+        if core.num_spaces > 2:
+            prefetch(&core.blocks.keys[index])
+    elif tag == <ref_t>SHARED:
+        prefetch(shared_keys.key(&core.shared, index))
+
+
+cdef inline block_id_t find_from(
+    const Core* core, const Key* key, hash_t hash, uint64_t place, uint32_t multiple_of
+) noexcept:
+    # The key's first holder; `place` is where seek() led. With `multiple_of` the first holder
+    # that covers a multiple of that many tokens.
+    cdef Holder holder
+    while table.holds(&core.table, place, hash):
+        if registry.names(core, <ref_t>core.table.cells[place], key, &holder):
+            if multiple_of == 0 or registry.find_covering(
+                core, <ref_t>core.table.cells[place], multiple_of, &holder
+            ):
+                return holder.block
+            break
+        place = table.following(&core.table, place)
+    return NO_BLOCK
+
+
+cdef inline size_t follow(
+    const Core* core, const uint8_t* digests, size_t row_bytes, size_t first, size_t count,
+    space_t space, uint32_t multiple_of, block_id_t* found,
+) noexcept:
+    # Rows from `first` on whose blocks go on as the last two did, up or down by one. A block
+    # that alone holds a row's key, and as its primary one, is what the table would answer: its
+    # cell need not be read. Returns the first row of which that is not so.
+    cdef block_id_t step = found[first - 1] - found[first - 2]
+    cdef block_id_t id = found[first - 1] + step
+    cdef uint32_t width = core.spaces[space].width
+    cdef size_t row = first
+    while row < count and id < core.blocks.num_blocks:
+        # Equal to `space`: without a flag, so neither shared nor unknown to the table.
+        if core.blocks.keys[id].space != space or not same_digest(
+            blocks.digest_slot(&core.blocks, id), digests + row * row_bytes, width
+        ):
+            break
+        if multiple_of and not registry.covers_multiple(
+            core, registry.primary(id), multiple_of
+        ):
+            break
+        found[row] = id
+        row += 1
+        id += step
+    return row
+
+
+cdef inline size_t find_batch(
+    const Core* core, const uint8_t* digests, size_t row_bytes, size_t count, space_t space,
+    uint32_t multiple_of, bint stop_at_miss, block_id_t* found,
+) noexcept:
+    # found[i] = first holder of row i, or NO_BLOCK; returns how many rows were answered: all,
+    # or with `stop_at_miss` those before the first that nobody holds. The space exists, and
+    # so does the table.
+    cdef hash_t hashes[RING]
+    cdef uint64_t places[RING]
+    cdef size_t hashed = 0      # rows before it have passed the first stage
+    cdef size_t sought = 0      # ... and the second
+    cdef size_t row = 0
+    cdef size_t steady = 0
+    cdef Key key
+    cdef size_t asked = 0       # ... have been asked for themselves, where they lie far apart
+    key.space = space
+    while row < count:
+        while row_bytes > 64 and asked < count and asked < row + 3 * IN_FLIGHT:
+            prefetch(digests + asked * row_bytes)
+            asked += 1
+        while hashed < count and hashed < row + 2 * IN_FLIGHT:
+            key.digest = digests + hashed * row_bytes
+            hashes[hashed % RING] = registry.hash_of(core, &key)
+            table.prefetch_home(&core.table, hashes[hashed % RING])
+            hashed += 1
+        while sought < hashed and sought < row + IN_FLIGHT:
+            places[sought % RING] = table.seek(&core.table, hashes[sought % RING])
+            if table.holds(&core.table, places[sought % RING], hashes[sought % RING]):
+                prefetch_holder(core, <ref_t>core.table.cells[places[sought % RING]])
+            sought += 1
+        key.digest = digests + row * row_bytes
+        found[row] = find_from(
+            core, &key, hashes[row % RING], places[row % RING], multiple_of
+        )
+        if found[row] == NO_BLOCK:
+            if stop_at_miss:
+                return row
+            steady = 0
+        elif row and found[row] - found[row - 1] + 1 <= 2 and found[row] != found[row - 1]:
+            steady += 1
+        else:
+            steady = 0
+        row += 1
+        if steady >= STEADY and found[row - 1] - found[row - 2] == (
+            found[row - 2] - found[row - 3]
+        ):
+            row = follow(core, digests, row_bytes, row, count, space, multiple_of, found)
+            steady = 0
+            hashed = max(hashed, row)
+            sought = max(sought, row)
+    return count
+
+
+# Registration -----------------------------------------------------------------------------
+
+cdef struct Registrations:
+    # Row i is a key for ids[i] that covers ends[i] tokens; memory for all is reserved.
+    const block_id_t* ids
+    const uint64_t* ends
+    const uint8_t* rows
+    size_t row_bytes
+    size_t count
+    space_t space
+    size_t fetched          # rows before it have passed the first stage
+    hash_t hashes[RING]
+
+
+cdef inline void fetch_rows(Core* core, Registrations* batch, size_t row) noexcept:
+    # The first stage, up to IN_FLIGHT rows beyond `row`.
+    cdef Key key
+    cdef hash_t hash
+    cdef size_t i = batch.fetched
+    cdef size_t stop = min(batch.count, row + IN_FLIGHT)
+    key.space = batch.space
+    while i < stop:
+        key.digest = batch.rows + i * batch.row_bytes
+        hash = registry.hash_of(core, &key)
+        batch.hashes[i % RING] = hash
+        table.prefetch_run(&core.table, hash)
+        prefetch_write(&core.blocks.keys[batch.ids[i]])
+        prefetch_write(blocks.digest_slot(&core.blocks, batch.ids[i]))
+        i += 1
+    batch.fetched = i
+
+
+cdef inline bint register_row(Core* core, Registrations* batch, size_t row) noexcept:
+    # After fetch_rows(). What the block had as its primary key goes, and all its extra keys
+    # with it. Whether the table did not have the key.
+    cdef block_id_t id = batch.ids[row]
+    cdef hash_t hash = batch.hashes[row % RING]
+    cdef uint64_t num_keys
+    cdef Holder holder
+    cdef Key key
+    key.space = batch.space
+    key.digest = batch.rows + row * batch.row_bytes
+    if registry.has_primary(core, id):
+        registry.drop_keys(core, id)
+    elif reverse_index.first(&core.index, id) != NO_RECORD:
+        if registry.find_held_by(core, &key, id, &holder):
+            return False
+    num_keys = core.table.num_used
+    registry.register(core, id, &key, hash, 0, <uint32_t>batch.ends[row])
+    return core.table.num_used != num_keys
+
+
+# Eviction ---------------------------------------------------------------------------------
+
+cdef struct Evictions:
+    # All keys of the blocks are about to leave. Key columns exist.
+    const block_id_t* ids
+    size_t count
+    size_t fetched          # blocks before it have passed the first stage
+    size_t hashed           # ... and the second
+    hash_t hashes[RING]
+
+
+cdef inline void prefetch_keys(const Core* core, block_id_t block) noexcept:
+    if core.blocks.keys != NULL:
+        prefetch_write(&core.blocks.keys[block])
+        prefetch(blocks.digest_slot(&core.blocks, block))
+        if core.index.heads != NULL:
+            prefetch_write(&core.index.heads[block])
+
+
+cdef inline void fetch_keys(Core* core, Evictions* batch, size_t i) noexcept:
+    # Both stages, as far as they may be ahead of block `i` of the batch.
+    cdef Key key
+    while batch.fetched < min(batch.count, i + 2 * IN_FLIGHT):
+        prefetch_keys(core, batch.ids[batch.fetched])
+        batch.fetched += 1
+    while batch.hashed < min(batch.fetched, i + IN_FLIGHT):
+        if core.blocks.keys[batch.ids[batch.hashed]].space:
+            key = registry.key_of(core, registry.primary(batch.ids[batch.hashed]))
+            batch.hashes[batch.hashed % RING] = registry.hash_of(core, &key)
+            table.prefetch_run(&core.table, batch.hashes[batch.hashed % RING])
+        batch.hashed += 1
+
+
+cdef inline bint has_own_key_only(const Core* core, block_id_t id) noexcept:
+    # Whether a block has one key, which the table knows and no other block holds.
+    cdef space_t space = core.blocks.keys[id].space
+    return space != 0 and not space & (LOOSE_FLAG | SHARED_FLAG) and (
+        reverse_index.first(&core.index, id) == NO_RECORD
+    )
+
+
+cdef inline void drop_own_key(Core* core, Evictions* batch, size_t i) noexcept:
+    # After fetch_keys(), of a block that has_own_key_only(). Nobody registered it since: only
+    # then is the hash its key's.
+    cdef block_id_t id = batch.ids[i]
+    registry.unlink_hashed(core, registry.primary(id), batch.hashes[i % RING])
+    core.blocks.keys[id].space = 0
+    core.blocks.keys[id].num_tokens = 0
