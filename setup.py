@@ -39,6 +39,7 @@ EXTENSIONS = [
     "cpool.hashing.chain",
     "cpool.hashing.block_hashes",
     "cpool.prefix.cache",
+    "cpool.vllm.request",
 ]
 
 directives = {

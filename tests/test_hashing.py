@@ -257,34 +257,6 @@ def test_new_hashes_reads_any_sequence_from_where_it_was(kind):
     assert hasher.new_hashes(values, tuple(expected)) == []
 
 
-class Request:
-    def __init__(self, token_ids, adapter=None):
-        self.all_ids, self.hashes, self.adapter = token_ids, [], adapter
-
-
-def test_a_request_hasher_asks_for_keys_only_when_a_block_is_full(algorithm):
-    asked = []
-
-    def extra_keys(request, first_token):
-        asked.append(first_token)
-        return lambda start, stop: (("lora", request.adapter, start),)
-
-    hash_request = BlockHasher(4, algorithm).for_requests("all_ids", "hashes", extra_keys)
-    request = Request([], "a")
-    for token in range(14):
-        request.all_ids.append(token)
-        request.hashes.extend(hash_request(request))
-    keys = [(("lora", "a", start),) for start in (0, 4, 8)]
-    assert asked == [0, 4, 8]
-    assert request.hashes == reference(range(14), 4, algorithm, default_root(algorithm), keys)
-
-
-def test_a_request_hasher_without_keys(algorithm):
-    hash_request = BlockHasher(4, algorithm).for_requests("all_ids", "hashes")
-    expected = reference(range(10), 4, algorithm, default_root(algorithm))
-    assert hash_request(Request(list(range(10)))) == expected
-
-
 def test_bad_tokens_are_named_with_their_place(algorithm):
     for bad in (1.5, "x", None, b"1", 2 + 0j):
         with pytest.raises(TypeError, match=r"token 5 is not an integer"):

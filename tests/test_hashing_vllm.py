@@ -231,62 +231,6 @@ def test_the_root_is_the_one_vllm_derives(algorithm, monkeypatch):
         assert BlockHasher(16, algorithm).root == kv_cache_utils.NONE_HASH
 
 
-def vllm_extra_keys(request, first_token):
-    """What a plugin passes to `for_requests`; vLLM makes the keys."""
-    from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
-
-    if not (request.lora_request or request.mm_features or request.cache_salt):
-        return None
-    return lambda start, stop: generate_block_hash_extra_keys(request, start, stop, 0)[0]
-
-
-def vllm_request(hasher, *, adapter, images, salt):
-    from vllm.lora.request import LoRARequest
-    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.request import Request
-
-    features = [
-        MultiModalFeatureSpec(None, "image", IMAGE, PlaceholderRange(offset, length))
-        for offset, length in images
-    ]
-    return Request(
-        "request",
-        random_ids(100, 18),
-        SamplingParams(max_tokens=100),
-        None,
-        mm_features=features,
-        lora_request=LoRARequest("sql", 1, "/adapters/sql") if adapter else None,
-        cache_salt=salt,
-        block_hasher=hasher,
-    )
-
-
-@pytest.mark.parametrize("adapter", [False, True])
-@pytest.mark.parametrize("salt", [None, "tenant-7"])
-@pytest.mark.parametrize("images", [(), [(5, 20), (25, 3), (60, 45)]])
-def test_a_request_grows_the_same_hashes(algorithm, adapter, salt, images):
-    pytest.importorskip("vllm", reason="vLLM is not installed here")
-    from vllm.utils.hashing import get_hash_fn_by_name
-    from vllm.v1.core import kv_cache_utils
-
-    hash_fn = get_hash_fn_by_name(algorithm)
-    kv_cache_utils.init_none_hash(hash_fn)
-    hasher = BlockHasher(8, algorithm, root=kv_cache_utils.NONE_HASH)
-    stock, ours = (
-        vllm_request(request_hasher, adapter=adapter, images=images, salt=salt)
-        for request_hasher in (
-            kv_cache_utils.get_request_block_hasher(8, hash_fn),
-            hasher.for_requests("_all_token_ids", "block_hashes", vllm_extra_keys),
-        )
-    )
-    assert len(ours.block_hashes) == 12
-    for token in range(50):
-        assert ours.block_hashes == stock.block_hashes
-        for request in (stock, ours):
-            request.append_output_token_ids(token)
-
-
 def print_last_hashes() -> None:
     print("LAST_HASHES = {")
     for case in CASES:

@@ -41,6 +41,8 @@ def mixed_pool() -> Any:
     pool.cache_partial_block(CHAIN, blocks[8], 4, 3, 16)
     pool._insert_block_hash(bytes(32) + bytes(4), blocks[10], None)
     blocks[11].set_block_hash(bytes(range(36)), 8)  # The table does not know it.
+    pool.null_block.set_block_hash(bytes(range(1, 37)), 4)
+    pool.cached_block_hash_to_block.insert(bytes(range(1, 37)), pool.null_block)
     pool.evict_blocks([blocks[1].block_id])
     pool.free_blocks([blocks[9], blocks[6], blocks[0], blocks[12], blocks[3]])
     return pool
@@ -318,7 +320,10 @@ WRONG: dict[str, tuple[Any, str]] = {
     "the last space": (changed("registrations", 0, 0xFFFF, "space"), "names space 65535"),
     "a block of no block": (changed("registrations", -1, 24, "block"), "names block 24"),
     "blocks out of order": (changed("registrations", 0, 20, "block"), "names block"),
-    "the null block": (changed("registrations", 0, 0, "block"), "block 0, is of kind"),
+    "an extra key of the null block": (
+        changed("registrations", 0, 0, "kind"),
+        "block 0, is of kind 0",
+    ),
     "an unknown kind": (changed("registrations", 0, 8, "kind"), "is of kind 8"),
     "an extra key that is loose": (changed("registrations", 0, 2, "kind"), "is of kind 2"),
     "tokens of none": (changed("registrations", 0, 5, "kind"), "is of kind 5"),

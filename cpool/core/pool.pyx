@@ -28,7 +28,7 @@ from cpool.core.types cimport (
     NO_TOKENS_FLAG, NOT_QUEUED, SHARED, SHARED_FLAG, SPACE_MASK,
 )
 from cpython.buffer cimport (
-    Py_buffer, PyBUF_FORMAT, PyBUF_STRIDED_RO, PyBUF_WRITABLE, PyBuffer_FillInfo,
+    Py_buffer, PyBUF_FORMAT, PyBUF_STRIDED_RO, PyBuffer_FillInfo,
     PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer,
 )
 from cpython.bytes cimport (
@@ -405,15 +405,14 @@ cdef class BlockPool:
         return 0
 
     cdef int link_primary(self, block_id_t id) except -1:
-        # The table learns of a primary key that was assigned by hand.
+        # The table learns of a primary key that was assigned by hand. This is the one way in
+        # which the null block, too, can be registered: whoever does so twice said what it wants.
         cdef Key key
         cdef keys.Space space
         cdef Holder other
         cdef uint64_t num_keys
         if not self.core.blocks.keys[id].space & LOOSE_FLAG:
             return 0
-        if id == NULL_BLOCK:
-            raise ContractError("the null block is never registered")
         key = registry.key_of(&self.core, registry.primary(id))
         space = self.core.spaces[key.space]
         registry.reserve(&self.core, space.group, space.width, 1, 0)

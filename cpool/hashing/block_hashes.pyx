@@ -20,6 +20,10 @@ from cpool.hashing.chain cimport BlockHasher
 from cpool.hashing.token_source cimport Tokens
 
 
+cdef enum:
+    MAX_HASH_WIDTH = 32  # bytes
+
+
 class BlockSizeError(ValueError, AssertionError):
     """A view's block size is not a multiple of the sequence's.
 
@@ -91,8 +95,60 @@ cdef class _Rows:
             self.num_shown = 0
 
 
+@cython.internal
+cdef class HashSequence:
+    """Reading as a list of bytes is read, for a class that says how many hashes and which."""
+
+    cdef Py_ssize_t num_hashes(self) except -1:
+        raise NotImplementedError
+
+    cdef object at(self, Py_ssize_t i):
+        """Return hash i, which is within the sequence."""
+        raise NotImplementedError
+
+    def __len__(self):
+        return self.num_hashes()
+
+    def __getitem__(self, index):
+        cdef Py_ssize_t i, num_hashes = self.num_hashes()
+        if isinstance(index, slice):
+            return [self.at(i) for i in range(*index.indices(num_hashes))]
+        i = index
+        if i < 0:
+            i += num_hashes
+        if not 0 <= i < num_hashes:
+            raise IndexError(f"block hash {index} of {num_hashes}")
+        return self.at(i)
+
+    def __iter__(self):
+        cdef Py_ssize_t i = 0
+        while i < self.num_hashes():
+            yield self.at(i)
+            i += 1
+
+    def __contains__(self, block_hash):
+        return block_hash in self[:]
+
+    def index(self, block_hash, *bounds):
+        """Return the first place of `block_hash`, as `list.index` does."""
+        return self[:].index(block_hash, *bounds)
+
+    def count(self, block_hash):
+        """Return how often `block_hash` occurs."""
+        return self[:].count(block_hash)
+
+    def tolist(self):
+        """Return the hashes as a list of bytes."""
+        return self[:]
+
+    def __eq__(self, other):
+        if not isinstance(other, (list, HashSequence)):
+            return NotImplemented
+        return len(self) == len(other) and self[:] == other[:]
+
+
 @cython.final
-cdef class BlockHashes:
+cdef class BlockHashes(HashSequence):
     """The chained hashes of one sequence's full blocks: a compact list of bytes.
 
     Feed it tokens and it hashes each boundary once; the tokens behind the last boundary wait
@@ -173,21 +229,46 @@ cdef class BlockHashes:
 
     def append_token(self, token_id, extra_keys=None):
         """Append one token, as `append_tokens` would, for decoding token by token."""
-        cdef list waiting = self._waiting
-        cdef Py_ssize_t size = self.hasher.hash_block_size
-        cdef Tokens tokens
-        cdef bytes hashes
-        if len(waiting) + 1 < size:
-            keys.check_num_keys(extra_keys, 0)
-            self.hasher.check_token(token_id, self._num_hashes * size + len(waiting))
+        cdef list waiting
+        cdef int is_hashed = 0
+        if type(token_id) is not int:
+            self.hasher.check_token(token_id, self.num_tokens)
+        waiting = self._waiting
+        if len(waiting) + 1 < self.hasher.hash_block_size:
+            if extra_keys is not None:
+                keys.check_num_keys(extra_keys, 0)
             waiting.append(token_id)
             return
-        waiting = [*waiting, token_id]
-        token_source.open(&tokens, waiting)
-        hashes = self.hash_blocks(&tokens, 1, extra_keys)
+        if extra_keys is None:
+            waiting.append(token_id)
+            try:
+                is_hashed = self.hash_waiting()
+            finally:
+                if not is_hashed:
+                    waiting.pop()
+        if not is_hashed:
+            self.append_tokens((token_id,), extra_keys)
+
+    cdef int hash_waiting(self) except -1:
+        """Hash the full block that waits; 0 if the serializer has to write it."""
+        cdef unsigned char block_hash[MAX_HASH_WIDTH]
+        cdef Py_ssize_t width = self._rows.width
+        cdef const unsigned char* parent
+        cdef list waiting = []
+        cdef Tokens tokens
+        if self._num_hashes:
+            parent = self._rows.data + (self._num_hashes - 1) * width
+        else:
+            parent = <const unsigned char*> PyBytes_AS_STRING(self.hasher.root)
+        token_source.open(&tokens, self._waiting)
+        if not self.hasher.hash_natively(&tokens, 0, parent, self.hasher.no_keys, block_hash):
+            return 0
+        self.reserve(1)
         # Nothing below can fail.
-        self.put(hashes)
-        self._waiting.clear()
+        memcpy(self._rows.data + self._num_hashes * width, block_hash, width)
+        self._num_hashes += 1
+        self._waiting = waiting
+        return 1
 
     cdef int append_opened(self, const Tokens* tokens, object extra_keys) except -1:
         cdef Py_ssize_t size = self.hasher.hash_block_size
@@ -327,44 +408,6 @@ cdef class BlockHashes:
         """Return the hashes at `block_size`, a multiple of `hash_block_size`; never stale."""
         return BlockHashListWithBlockSize(self, self.hasher.hash_block_size, block_size)
 
-    def __len__(self):
-        return self._num_hashes
-
-    def __getitem__(self, index):
-        cdef Py_ssize_t i
-        if isinstance(index, slice):
-            return [self.row(i) for i in range(*index.indices(self._num_hashes))]
-        i = index
-        if i < 0:
-            i += self._num_hashes
-        if not 0 <= i < self._num_hashes:
-            raise IndexError(f"block hash {index} of {self._num_hashes}")
-        return self.row(i)
-
-    def __iter__(self):
-        cdef Py_ssize_t i = 0
-        while i < self._num_hashes:
-            yield self.row(i)
-            i += 1
-
-    def __contains__(self, block_hash):
-        return block_hash in self[:]
-
-    def index(self, block_hash, *bounds):
-        """Return the first place of `block_hash`, as `list.index` does."""
-        return self[:].index(block_hash, *bounds)
-
-    def count(self, block_hash):
-        """Return how often `block_hash` occurs."""
-        return self[:].count(block_hash)
-
-    def tolist(self):
-        """Return the hashes as a list of bytes."""
-        return self[:]
-
-    def __eq__(self, other):
-        return equal(self, other)
-
     def __repr__(self):
         return (
             f"<BlockHashes: {self._num_hashes} {self.hasher.algorithm} hashes, "
@@ -378,6 +421,12 @@ cdef class BlockHashes:
         return _rebuild, (self.hasher, self[:], self._waiting)
 
     # Rows.
+
+    cdef Py_ssize_t num_hashes(self) except -1:
+        return self._num_hashes
+
+    cdef object at(self, Py_ssize_t i):
+        return self.row(i)
 
     cdef bytes row(self, Py_ssize_t i):
         cdef Py_ssize_t width = self._rows.width
@@ -418,7 +467,7 @@ def _rebuild(hasher, block_hashes, waiting):
 
 
 @cython.final
-cdef class BlockHashListWithBlockSize:
+cdef class BlockHashListWithBlockSize(HashSequence):
     """Block hashes seen at a multiple of their block size; vLLM's class of this name.
 
     A hash covers its whole prefix, so block i's is the one at the block's last boundary. A
@@ -448,43 +497,8 @@ cdef class BlockHashListWithBlockSize:
         self.block_hashes = block_hashes
         self.scale_factor = target_block_size // hash_block_size
 
-    def __len__(self):
+    cdef Py_ssize_t num_hashes(self) except -1:
         return len(self.block_hashes) // self.scale_factor
-
-    def __getitem__(self, index):
-        cdef Py_ssize_t i, num_blocks = len(self)
-        if isinstance(index, slice):
-            return [self.at(i) for i in range(*index.indices(num_blocks))]
-        i = index
-        if i < 0:
-            i += num_blocks
-        if not 0 <= i < num_blocks:
-            raise IndexError(f"block hash {index} of {num_blocks}")
-        return self.at(i)
-
-    def __iter__(self):
-        cdef Py_ssize_t i = 0
-        while i < len(self):
-            yield self.at(i)
-            i += 1
-
-    def __contains__(self, block_hash):
-        return block_hash in self[:]
-
-    def index(self, block_hash, *bounds):
-        """Return the first place of `block_hash`, as `list.index` does."""
-        return self[:].index(block_hash, *bounds)
-
-    def count(self, block_hash):
-        """Return how often `block_hash` occurs."""
-        return self[:].count(block_hash)
-
-    def tolist(self):
-        """Return the hashes as a list of bytes."""
-        return self[:]
-
-    def __eq__(self, other):
-        return equal(self, other)
 
     def __repr__(self):
         return f"<BlockHashListWithBlockSize: {len(self)} hashes, every {self.scale_factor}th>"
@@ -501,12 +515,6 @@ cdef class BlockHashListWithBlockSize:
         if type(self.block_hashes) is BlockHashes:
             return (<BlockHashes> self.block_hashes).row(fine)
         return self.block_hashes[fine]
-
-
-cdef object equal(object hashes, object other):
-    if not isinstance(other, (list, BlockHashes, BlockHashListWithBlockSize)):
-        return NotImplemented
-    return len(hashes) == len(other) and hashes[:] == other[:]
 
 
 def hash_tokens(token_ids, hash_block_size, algorithm="sha256", *, root=None, extra_keys=None):
@@ -534,5 +542,4 @@ def hash_tokens(token_ids, hash_block_size, algorithm="sha256", *, root=None, ex
     return BlockHashes(BlockHasher(hash_block_size, algorithm, root=root), token_ids, extra_keys)
 
 
-Sequence.register(BlockHashes)
-Sequence.register(BlockHashListWithBlockSize)
+Sequence.register(HashSequence)

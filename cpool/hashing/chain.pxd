@@ -12,6 +12,7 @@ cdef class BlockHasher:
     cdef readonly bytes root  # the parent of the first block
     cdef bint _is_cbor
     cdef bint _is_xxh
+    cdef bytes no_keys  # what a block without extra keys ends with
     cdef public bint _native_digest  # use the C functions of libcrypto or xxhash
     cdef public bint _native_encoding  # write pickle and CBOR bytes here
     cdef unsigned char* _message  # one encoded block; holds nothing between blocks
@@ -29,6 +30,14 @@ cdef class BlockHasher:
         object extra_keys,
         Py_ssize_t position,
     )
+    cdef int hash_natively(
+        self,
+        const Tokens* tokens,
+        Py_ssize_t first,
+        const unsigned char* parent,
+        bytes tail,
+        unsigned char* out,
+    ) except -1
     cdef int hash_message(
         self, const unsigned char* parent, bytes tail, unsigned char* out
     ) except -1

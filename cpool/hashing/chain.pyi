@@ -25,9 +25,3 @@ class BlockHasher:
     def new_hashes(
         self, token_ids: Any, block_hashes: Sequence[bytes], extra_keys: _ExtraKeys = None
     ) -> list[bytes]: ...
-    def for_requests(
-        self,
-        token_ids: str,
-        block_hashes: str,
-        extra_keys: Callable[[Any, int], _ExtraKeys] | None = None,
-    ) -> Callable[[Any], list[bytes]]: ...

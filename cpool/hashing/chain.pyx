@@ -15,7 +15,6 @@ agree with vLLM wherever it is given the same objects; the `*_cbor` algorithms h
 import hashlib
 import os
 import pickle
-import sys
 
 cimport cython
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
@@ -173,6 +172,7 @@ cdef class BlockHasher:
         if self._is_xxh:
             load_xxhash()
         self.root = self.checked_parent(default_root(algorithm) if root is None else root)
+        self.no_keys = CBOR_NO_KEYS if self._is_cbor else PICKLE_NO_KEYS
         self._native_encoding = self._is_cbor or PICKLE_IS_KNOWN
         self._native_digest = (
             library.xxh3_128bits != NULL if self._is_xxh else library.sha256_init != NULL
@@ -245,29 +245,6 @@ cdef class BlockHasher:
         rows = PyBytes_AS_STRING(hashes)
         return [PyBytes_FromStringAndSize(rows + i * width, width) for i in range(num_blocks)]
 
-    def for_requests(self, token_ids, block_hashes, extra_keys=None):
-        """Return a function that does `new_hashes` for a request object.
-
-        It is for engines, such as vLLM, that keep a sequence's tokens and hashes as
-        attributes of a request and call such a function after each token.
-
-        Args:
-            token_ids: Name of the attribute that holds all tokens.
-            block_hashes: Name of the attribute that holds the hashes so far.
-            extra_keys: None, or a function of the request and the first token to be
-                hashed that returns the `extra_keys` for `new_hashes`. It is called only
-                when a block is complete.
-
-        Returns:
-            A function that takes a request and returns its new hashes as a list of bytes.
-        """
-        cdef _RequestHasher bound = _RequestHasher()
-        bound.hasher = self
-        bound.token_ids = sys.intern(token_ids)
-        bound.block_hashes = sys.intern(block_hashes)
-        bound.extra_keys = extra_keys
-        return bound.new_hashes
-
     cdef checked_parent(self, parent):
         if type(parent) is not bytes:
             raise TypeError(f"a parent hash must be bytes, not {type(parent).__name__}")
@@ -311,7 +288,6 @@ cdef class BlockHasher:
         cdef bytes out, tail
         cdef unsigned char* row
         cdef const unsigned char* parent_row
-        cdef bytes no_keys = CBOR_NO_KEYS if self._is_cbor else PICKLE_NO_KEYS
         cdef object block_keys = None
         cdef bint has_keys = extra_keys is not None
         cdef bint is_function = has_keys and callable(extra_keys)
@@ -320,7 +296,7 @@ cdef class BlockHasher:
         row = <unsigned char*> PyBytes_AS_STRING(out)
         parent_row = <const unsigned char*> PyBytes_AS_STRING(parent)
         for i in range(num_blocks):
-            tail = no_keys
+            tail = self.no_keys
             if has_keys:
                 if is_function:
                     block_keys = extra_keys(position, position + size)
@@ -332,12 +308,7 @@ cdef class BlockHasher:
                     if i > 0:
                         parent = parent_row[:width]
                     tail = self.tail_of(block_keys, parent, position)
-            if not (
-                tail is not None
-                and self._native_encoding
-                and token_source.load(tokens, first, size, <int64_t*> self._values)
-                and self.hash_message(parent_row, tail, row)
-            ):
+            if tail is None or not self.hash_natively(tokens, first, parent_row, tail, row):
                 if i > 0:
                     parent = parent_row[:width]
                 self.hash_slowly(tokens, first, parent, block_keys, position, row)
@@ -348,6 +319,25 @@ cdef class BlockHasher:
             first += size
             position += size
         return out
+
+    cdef int hash_natively(
+        self,
+        const Tokens* tokens,
+        Py_ssize_t first,
+        const unsigned char* parent,
+        bytes tail,
+        unsigned char* out,
+    ) except -1:
+        """Hash the block that begins at `first`; 0 if the serializer has to write it.
+
+        Runs no code of the caller's.
+        """
+        if not (
+            self._native_encoding
+            and token_source.load(tokens, first, self.hash_block_size, <int64_t*> self._values)
+        ):
+            return 0
+        return self.hash_message(parent, tail, out)
 
     cdef int hash_message(
         self, const unsigned char* parent, bytes tail, unsigned char* out
@@ -474,28 +464,6 @@ cdef class BlockHasher:
         ):
             return None
         return message[start + 4:]
-
-
-@cython.final
-cdef class _RequestHasher:
-    """What `BlockHasher.for_requests` returns a bound method of."""
-
-    cdef BlockHasher hasher
-    cdef str token_ids
-    cdef str block_hashes
-    cdef object extra_keys
-
-    def new_hashes(self, request):
-        """Hash the blocks that a request has completed since it was last hashed."""
-        cdef object token_ids = getattr(request, self.token_ids)
-        cdef object block_hashes = getattr(request, self.block_hashes)
-        cdef Py_ssize_t start = len(block_hashes) * self.hasher.hash_block_size
-        cdef object extra_keys = None
-        if len(token_ids) < start + self.hasher.hash_block_size:
-            return []
-        if self.extra_keys is not None:
-            extra_keys = self.extra_keys(request, start)
-        return self.hasher.new_hashes(token_ids, block_hashes, extra_keys)
 
 
 def _make_hasher(hash_block_size, algorithm, root):

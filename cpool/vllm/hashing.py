@@ -6,18 +6,24 @@ from typing import Any
 
 from vllm.utils import hashing as vllm_hashing
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.request import Request
 
 from cpool.hashing import ALGORITHMS, BlockHasher
+from cpool.vllm.contract import code_digest
+from cpool.vllm.request import RequestHasher, append_method
 
 stock_request_block_hasher = kv_cache_utils.get_request_block_hasher
 generate_block_hash_extra_keys = kv_cache_utils.generate_block_hash_extra_keys
 
-RequestHasher = Callable[[Any], list[bytes]]
+# Of Request.append_output_token_ids and of update_block_hashes, which it calls.
+KNOWN_DIGESTS = ("66515024b9f8e78d", "1defff07f788d872")
+
+HashRequest = Callable[[Any], list[bytes]]
 
 
 def get_request_block_hasher(
     hash_block_size: int, caching_hash_fn: Callable[[Any], bytes]
-) -> RequestHasher:
+) -> HashRequest:
     """Returns a function that hashes the blocks a request has completed since the last call.
 
     Args:
@@ -30,7 +36,7 @@ def get_request_block_hasher(
 
 def get_request_block_hasher_030(
     hash_block_size: int, caching_hash_fn: Callable[[Any], bytes]
-) -> RequestHasher:
+) -> HashRequest:
     """As :func:`get_request_block_hasher`, for releases up to 0.30.
 
     Once a request has hashes, those look at its last multimodal input alone.
@@ -38,7 +44,7 @@ def get_request_block_hasher_030(
     return make_hasher(hash_block_size, caching_hash_fn, extra_keys_from_030)
 
 
-def request_block_hasher(release: str) -> Callable[..., RequestHasher]:
+def request_block_hasher(release: str) -> Callable[..., HashRequest]:
     """Returns the function that hashes as vLLM ``release`` does, e.g. "0.32.0"."""
     if int(release.split(".")[1]) <= 30:
         return get_request_block_hasher_030
@@ -47,13 +53,13 @@ def request_block_hasher(release: str) -> Callable[..., RequestHasher]:
 
 def make_hasher(
     hash_block_size: int, caching_hash_fn: Callable[[Any], bytes], extra_keys: Callable[..., Any]
-) -> RequestHasher:
+) -> HashRequest:
     algorithm = algorithm_of(caching_hash_fn)
     root = getattr(kv_cache_utils, "NONE_HASH", None)
     if algorithm is None or root is None:
         return stock_request_block_hasher(hash_block_size, caching_hash_fn)
     hasher = BlockHasher(hash_block_size, algorithm, root=root)
-    return hasher.for_requests("_all_token_ids", "block_hashes", extra_keys)
+    return RequestHasher(hasher, extra_keys)
 
 
 def algorithm_of(hash_function: Callable[[Any], bytes]) -> str | None:
@@ -94,3 +100,18 @@ def extra_keys_after(
         return keys
 
     return extra_keys
+
+
+def replace_methods() -> list[tuple[type, str, Any]]:
+    """Puts a compiled method in the place of Request's own that appends decoded tokens.
+
+    Only where the code it stands for is the code it was written after.
+
+    Returns:
+        Class, name and what was there before, for each method replaced.
+    """
+    stock = Request.append_output_token_ids
+    if (code_digest(stock), code_digest(Request.update_block_hashes)) != KNOWN_DIGESTS:
+        return []
+    Request.append_output_token_ids = append_method(Request, stock)
+    return [(Request, "append_output_token_ids", stock)]

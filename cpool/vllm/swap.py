@@ -43,6 +43,7 @@ class Installation:
 _hook: rebind.ImportHook | None = None
 _installation: Installation | None = None
 _replaced_methods: list[tuple[type, str, Any]] = []
+_has_seen_managers = False
 
 
 def plugin() -> None:
@@ -111,23 +112,27 @@ def replace_all(release: str) -> list[tuple[object, object]]:
             ours = getattr(rebind.execute_again(module_name), class_name)
             replacements.append((stock, ours))
     rebind.replace_everywhere(replacements, KEEP)
+    _replaced_methods.extend(hashing.replace_methods())
     return replacements
 
 
 def when_pool_is_built() -> None:
     """Replaces methods of the managers, which may not have been imported at install()."""
+    global _has_seen_managers
     from cpool.vllm import managers
 
-    if _installation is not None and not _replaced_methods:
+    if _installation is not None and not _has_seen_managers:
+        _has_seen_managers = True
         _replaced_methods.extend(managers.replace_methods(import_module(MANAGERS_MODULE)))
 
 
 def uninstall() -> None:
     """Makes vLLM build its own pools again; pools of ours that exist stay as they are."""
-    global _hook, _installation
+    global _hook, _installation, _has_seen_managers
     for owner, name, stock in _replaced_methods:
         setattr(owner, name, stock)
     _replaced_methods.clear()
+    _has_seen_managers = False
     if _hook is not None:
         _hook.remove()
         _hook = None

@@ -121,9 +121,6 @@ def unpack_suite(archive: Path, folder: Path) -> Path:
     return suite
 
 
-def install_cpool(python: Path, folder: Path) -> Path:
-    """Returns a folder with cpool as pip installs it, entry point included."""
-    target = folder / "cpool"
-    shutil.rmtree(target, ignore_errors=True)
-    run(python, "-m", "pip", "install", "-q", "--no-deps", "--target", target, REPOSITORY)
-    return target
+def install_cpool(python: Path) -> None:
+    """Installs cpool beside vLLM, as an operator does; vLLM brings all that cpool needs."""
+    run(python, "-m", "pip", "install", "-q", "--no-deps", "--force-reinstall", REPOSITORY)

@@ -29,6 +29,7 @@ TEST_SETS = {
 TEST_SETS["all"] = [pattern for patterns in TEST_SETS.values() for pattern in patterns]
 
 SECONDS_PER_TEST = 300
+HERE = Path(__file__).resolve().parent
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -57,7 +58,8 @@ def parse_arguments() -> argparse.Namespace:
         "--cpool",
         type=Path,
         metavar="DIR",
-        help="folder to import cpool from (default: this repository, installed afresh)",
+        help="folder to import cpool from (default: this repository, installed into the "
+        "environment)",
     )
     return parser.parse_args()
 
@@ -72,21 +74,33 @@ def find_tests(suite: Path, arguments: argparse.Namespace) -> list[str]:
     return list(dict.fromkeys(tests))
 
 
-def run_suite(
-    python: Path, suite: Path, tests: list[str], results: Path, workers: int, cpool: Path | None
-) -> None:
-    """Runs ``tests`` on cpool, or on stock if ``cpool`` is None, and records them."""
-    results.parent.mkdir(parents=True, exist_ok=True)
-    results.unlink(missing_ok=True)
-    here = Path(__file__).resolve().parent
-    search_path = [str(here)] if cpool is None else [str(here), str(cpool)]
-    settings = {
-        "CPOOL_SUITE_POOL": "stock" if cpool is None else "cpool",
-        "CPOOL_SUITE_RESULTS": str(results),
+def settings_for(cpool: Path | None) -> dict[str, str]:
+    """Returns environment variables that every run needs."""
+    search_path = filter(None, [HERE, cpool and cpool.absolute()])
+    return {
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(search_path),
+        "PYTHONPATH": os.pathsep.join(map(str, search_path)),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+
+
+def run_suite(
+    python: Path,
+    suite: Path,
+    tests: list[str],
+    results: Path,
+    workers: int,
+    pool: str,
+    cpool: Path | None = None,
+) -> None:
+    """Runs ``tests`` on ``pool``, which is "stock" or "cpool", and records them."""
+    results.parent.mkdir(parents=True, exist_ok=True)
+    results.unlink(missing_ok=True)
+    settings = settings_for(cpool) | {
+        "CPOOL_DISABLE": "1" if pool == "stock" else "0",
+        "CPOOL_SUITE_POOL": pool,
+        "CPOOL_SUITE_RESULTS": str(results),
     }
     command = [
         str(python),
@@ -104,7 +118,7 @@ def run_suite(
     if workers > 1:
         command += ["-n", str(workers), "--dist", "loadfile"]
     log = results.with_suffix(".log")
-    print(f"running on {settings['CPOOL_SUITE_POOL']} (log: {log})", flush=True)
+    print(f"running on {pool} (log: {log})", flush=True)
     # pytest reads arguments from a file, as a command line has no room for thousands of names.
     names = results.with_suffix(".tests")
     names.write_text("".join(f"{test}\n" for test in tests))
@@ -120,19 +134,16 @@ def run_suite(
         )
 
 
-def run_own_tests(python: Path, cpool: Path) -> int:
-    """Runs the test files beside this one, the slow ones too; returns pytest's exit code."""
-    here = Path(__file__).resolve().parent
-    settings = {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(here), str(cpool)]),
-    }
+def run_own_tests(python: Path, folder: Path, cpool: Path | None) -> int:
+    """Runs this repository's tests that need a vLLM, slow ones too; returns pytest's exit code."""
     command = [
-        *(str(python), "-m", "pytest", "-p", "no:cacheprovider"),
-        *("-m", "slow or not slow", str(here)),
+        *(str(python), "-m", "pytest", "-p", "no:cacheprovider", "-m", "slow or not slow"),
+        *(str(HERE), str(HERE.parent / "test_hashing_vllm.py")),
     ]
     # Not from the repository's root: its sources must not stand in for the installed package.
-    return subprocess.run(command, cwd=cpool, env=os.environ | settings, check=False).returncode
+    return subprocess.run(
+        command, cwd=folder, env=os.environ | settings_for(cpool), check=False
+    ).returncode
 
 
 def read_results(results: Path) -> tuple[dict[str, str], dict[str, int]]:
@@ -160,7 +171,7 @@ def passing_on_stock(
     label = "-".join(arguments.sets or ["core", "offload"]) if not arguments.tests else "chosen"
     results = folder / "runs" / f"stock-{label}.jsonl"
     if arguments.rerun_stock or arguments.tests or not is_complete(results):
-        run_suite(python, suite, tests, results, arguments.workers, cpool=None)
+        run_suite(python, suite, tests, results, arguments.workers, "stock")
     outcomes, pools = read_results(results)
     passed = {test for test, outcome in outcomes.items() if outcome == "passed"}
     print(
@@ -171,8 +182,8 @@ def passing_on_stock(
 
 
 def is_complete(results: Path) -> bool:
-    """Whether a recorded run came to its end, where it writes down the pools it built."""
-    return results.exists() and '"pools"' in results.read_text()
+    """Whether a recorded run came to its end."""
+    return results.exists() and '"complete": true' in results.read_text()
 
 
 def write_list(path: Path, version: str, passed: set[str]) -> None:
@@ -185,7 +196,7 @@ def main() -> int:
     folder = environment.cache_folder() / arguments.version
     folder.mkdir(parents=True, exist_ok=True)
     # Not resolved: a virtual environment is known by the path of its Python.
-    python = arguments.python or environment.make_venv(arguments.version, folder)
+    python = (arguments.python or environment.make_venv(arguments.version, folder)).absolute()
     archive = arguments.archive or environment.fetch_source(arguments.version, folder)
     suite = environment.unpack_suite(archive, folder)
     tests = find_tests(suite, arguments)
@@ -193,21 +204,21 @@ def main() -> int:
         print(f"vLLM {arguments.version} has none of these tests")
         return 1
 
+    if not (arguments.stock_only or arguments.cpool):
+        environment.install_cpool(python)
     if arguments.own_tests:
-        cpool = arguments.cpool or environment.install_cpool(python, folder)
-        return run_own_tests(python.absolute(), cpool.absolute())
+        return run_own_tests(python, folder, arguments.cpool)
 
-    expected = passing_on_stock(arguments, python.absolute(), suite, folder, tests)
+    expected = passing_on_stock(arguments, python, suite, folder, tests)
     if arguments.write_list:
         write_list(arguments.write_list, arguments.version, expected)
     if arguments.stock_only:
         return 0
 
-    cpool = arguments.cpool or environment.install_cpool(python, folder)
     results = folder / "runs" / "cpool.jsonl"
     # What fails on stock, for want of a model or a device, is no measure.
     names = sorted(expected)
-    run_suite(python.absolute(), suite, names, results, arguments.workers, cpool.absolute())
+    run_suite(python, suite, names, results, arguments.workers, "cpool", arguments.cpool)
     outcomes, pools = read_results(results)
     missing = sorted(name for name in expected if outcomes.get(name) != "passed")
     print(

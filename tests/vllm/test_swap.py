@@ -41,6 +41,8 @@ pool = SharedEventQueueBlockPool(8, True, 16, event_owner=owner)
 assert pool.get_new_blocks(1)[0].pool is pool
 manager = single_type_kv_cache_manager.FullAttentionManager
 assert manager.find_longest_cache_hit.__func__.__module__ == "cpool.vllm.managers"
+from vllm.v1.request import Request
+assert type(vars(Request)["append_output_token_ids"]).__name__ == "method_descriptor"
 """
 )
 
@@ -94,6 +96,8 @@ def test_uninstall_leaves_vllm_as_it_was(in_fresh_process, imports_before):
         + """
 assert not cpool.vllm.is_installed() and cpool.vllm.installation() is None
 assert manager.find_longest_cache_hit.__func__.__module__ == manager.__module__
+from vllm.v1.request import Request
+assert Request.append_output_token_ids.__module__ == Request.__module__
 assert remaining([ours for stock, ours in done.replacements]) == []
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock

@@ -1,0 +1,520 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM does with its block pool, timed inside one process; see vllm_speed.
+
+A case is a generator: it builds what it needs, then does one round each time it is asked and
+yields ``(nanoseconds of CPU, number of units, what was decided)``. The decisions must be the
+same on every pool. Nothing here knows whose pool it is: this is vLLM's own interface.
+"""
+
+import gc
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+import traceback
+import zlib
+from pathlib import Path
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 1_000_001  # a million and the null block
+LONG_PROMPT = 100_000  # tokens
+PREFILL = 2_048
+SHARED_PREFIX = 1_024
+CASES = {}  # name -> (title, unit, rounds at most, function)
+
+
+def case(name, title, unit, rounds=9):
+    def add(function):
+        CASES[name] = (title, unit, rounds, function)
+        return function
+
+    return add
+
+
+def timed(function, *arguments):
+    start = time.thread_time_ns()
+    result = function(*arguments)
+    return time.thread_time_ns() - start, result
+
+
+def ids_of(blocks):
+    return [block.block_id for block in blocks]
+
+
+def settle():
+    """As an engine does when it has started: what exists is no work for the collector."""
+    gc.collect()
+    gc.freeze()
+
+
+def make_pool(num_blocks=NUM_BLOCKS, hash_block_size=BLOCK_SIZE):
+    from vllm.v1.core import kv_cache_coordinator
+
+    return kv_cache_coordinator.BlockPool(num_blocks, True, hash_block_size)
+
+
+def make_hashes(count, seed):
+    data = random.Random(seed).randbytes(32 * count)
+    return [data[32 * i : 32 * i + 32] for i in range(count)]
+
+
+class Hashed:
+    """What registration reads of a request."""
+
+    def __init__(self, block_hashes):
+        self.block_hashes = block_hashes
+
+
+# The pool alone. ---------------------------------------------------------------------------
+
+
+def benchmark_block_pool(size):
+    """Allocations and frees of one size, as in vLLM's benchmark_block_pool.py."""
+    pool = make_pool(100_000)
+    count = 50_000 // size
+    settle()
+
+    def get():
+        return [pool.get_new_blocks(size) for _ in range(count)]
+
+    def free(held):
+        for blocks in held:
+            pool.free_blocks(blocks)
+
+    while True:
+        nanoseconds, held = timed(get)
+        decided = [ids_of(blocks) for blocks in held]
+        more, _ = timed(free, held)
+        yield (nanoseconds, more), count, decided
+
+
+def split(index, of):
+    """One of the two times that a case takes each round."""
+
+    def run():
+        for nanoseconds, units, decided in of():
+            yield nanoseconds[index], units, decided
+
+    return run
+
+
+for _size in (10, 100, 1000):
+    _run = lambda size=_size: benchmark_block_pool(size)  # noqa: E731
+    case(f"get_{_size}", f"get_new_blocks({_size})", "call")(split(0, _run))
+    case(f"free_{_size}", f"free_blocks of {_size}", "call")(split(1, _run))
+
+
+@case("register", "cache_full_blocks, a million blocks", "block", rounds=3)
+def register():
+    pool = make_pool()
+    while True:
+        blocks = pool.get_new_blocks(NUM_BLOCKS - 1)
+        hashes = make_hashes(NUM_BLOCKS - 1, 1)
+        settle()
+
+        def run(blocks=blocks, request=None, hashes=hashes):
+            request = Hashed(hashes)
+            pool.cache_full_blocks(request, blocks, 0, len(blocks), BLOCK_SIZE, 0)
+
+        nanoseconds, _ = timed(run)
+        decided = pool.get_cached_block(hashes[-1], [0])[0].block_id
+        yield nanoseconds, len(blocks), decided
+        pool.free_blocks(blocks)
+        assert pool.reset_prefix_cache()
+
+
+def full_pool(aged):
+    """A pool of which every block is free and registered; in random order if aged."""
+    pool = make_pool()
+    rng = random.Random(2)
+    hashes = make_hashes(2 * NUM_BLOCKS, 3)
+    used = 0
+    for _ in range(2 if aged else 1):
+        held = []
+        while pool.get_num_free_blocks():
+            blocks = pool.get_new_blocks(min(64, pool.get_num_free_blocks()))
+            request = Hashed(hashes[used : used + len(blocks)])
+            pool.cache_full_blocks(request, blocks, 0, len(blocks), BLOCK_SIZE, 0)
+            used += len(blocks)
+            held += blocks
+        if aged:
+            rng.shuffle(held)
+        for i in range(0, len(held), 64):
+            pool.free_blocks(held[i : i + 64])
+    del held, blocks
+    settle()
+    return pool, hashes[used - NUM_BLOCKS + 1 : used]
+
+
+def look_up(find_missing):
+    pool, hashes = full_pool(aged=True)
+    rng = random.Random(4)
+    while True:
+        chosen = rng.sample(hashes, 50_000)
+        if find_missing:
+            chosen = make_hashes(50_000, rng.random())
+
+        def run(chosen=chosen, get=pool.get_cached_block):
+            return [get(block_hash, [0]) for block_hash in chosen]
+
+        nanoseconds, found = timed(run)
+        yield nanoseconds, len(chosen), [hit and hit[0].block_id for hit in found]
+
+
+case("hit", "get_cached_block, hit, random", "call")(lambda: look_up(False))
+case("miss", "get_cached_block, miss", "call")(lambda: look_up(True))
+
+
+def allocate(aged):
+    """Take blocks that are all registered, 64 a call; afterwards they go back as they were."""
+    pool, hashes = full_pool(aged)
+    rng = random.Random(5)
+    while True:
+
+        def run():
+            return [pool.get_new_blocks(64) for _ in range(500)]
+
+        nanoseconds, held = timed(run)
+        blocks = [block for batch in held for block in batch]
+        del held
+        request = Hashed(make_hashes(len(blocks), rng.random()))
+        pool.cache_full_blocks(request, blocks, 0, len(blocks), BLOCK_SIZE, 0)
+        decided = ids_of(blocks)
+        if aged:
+            rng.shuffle(blocks)
+        pool.free_blocks(blocks)
+        yield nanoseconds, len(blocks), decided
+
+
+case("evict_fresh", "get_new_blocks(64), evicting, fresh", "block")(lambda: allocate(False))
+case("evict_aged", "get_new_blocks(64), evicting, aged", "block")(lambda: allocate(True))
+
+
+@case("partial", "cache_partial_block again, 900 running requests", "step")
+def partial():
+    pool = make_pool()
+    blocks = pool.get_new_blocks(900)
+    hashes = make_hashes(900 * 40, 6)
+    requests = [Hashed(hashes[40 * i : 40 * i + 40]) for i in range(900)]
+    settle()
+
+    def run(cache=pool.cache_partial_block):
+        return [
+            cache(request, block, 38 * BLOCK_SIZE, 0, 50 * BLOCK_SIZE)
+            for request, block in zip(requests, blocks, strict=True)
+        ]
+
+    run()
+    while True:
+        nanoseconds, decided = timed(run)
+        yield nanoseconds, 1, [key.hex() for key in decided]
+
+
+def collect_garbage(num_blocks):
+    """A full collection; the pool was empty when the engine called gc.freeze()."""
+    pool = make_pool(num_blocks)
+    settle()
+    blocks = pool.get_new_blocks(num_blocks - 1)
+    hashes = make_hashes(len(blocks), 7)
+    pool.cache_full_blocks(Hashed(hashes), blocks, 0, len(blocks), BLOCK_SIZE, 0)
+    pool.free_blocks(reversed(blocks))
+    del blocks, hashes
+    while True:
+        nanoseconds, _ = timed(gc.collect)
+        yield nanoseconds, 1, pool.get_num_free_blocks()
+
+
+case("gc_full", "full collection, a million blocks registered", "call")(
+    lambda: collect_garbage(NUM_BLOCKS)
+)
+case("gc_small", "full collection, a pool of 1,000 blocks", "call")(lambda: collect_garbage(1_000))
+
+
+# vLLM's manager and scheduler on it. -------------------------------------------------------
+
+
+def cache_config(num_blocks):
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    spec = FullAttentionSpec(
+        block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32
+    )
+    return KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+    )
+
+
+def request_hasher():
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core import kv_cache_utils
+
+    os.environ["PYTHONHASHSEED"] = "0"
+    kv_cache_utils.init_none_hash(sha256)
+    return kv_cache_utils.get_request_block_hasher(BLOCK_SIZE, sha256)
+
+
+def make_request(name, tokens, hasher):
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
+
+    parameters = SamplingParams(max_tokens=100_000, ignore_eos=True)
+    return Request(name, tokens, parameters, None, block_hasher=hasher)
+
+
+class Serving:
+    """vLLM's KVCacheManager over a million blocks that are all registered."""
+
+    def __init__(self):
+        from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+        self.rng = random.Random(8)
+        self.hasher = request_hasher()
+        self.num_requests = 0
+        self.manager = KVCacheManager(
+            cache_config(NUM_BLOCKS), 131_072, BLOCK_SIZE, BLOCK_SIZE, log_stats=False
+        )
+        pool = self.manager.block_pool
+        hashes = make_hashes(NUM_BLOCKS - 1, 9)
+        blocks = pool.get_new_blocks(len(hashes))
+        pool.cache_full_blocks(Hashed(hashes), blocks, 0, len(blocks), BLOCK_SIZE, 0)
+        self.rng.shuffle(blocks)
+        pool.free_blocks(blocks)
+
+    def tokens(self, count):
+        return [self.rng.randrange(128_000) for _ in range(count)]
+
+    def request(self, tokens):
+        self.num_requests += 1
+        return make_request(str(self.num_requests), tokens, self.hasher)
+
+    def admit(self, request):
+        """Schedule all of a request's prompt, as the scheduler does; returns its new blocks."""
+        blocks, num_hit, _ = self.manager.get_computed_blocks(request)
+        new = self.manager.allocate_slots(
+            request, request.num_tokens - num_hit, num_hit, blocks, full_sequence_must_fit=True
+        )
+        request.num_computed_tokens = request.num_tokens
+        return num_hit, new.get_block_ids()
+
+    def match(self, request):
+        blocks, num_hit, _ = self.manager.get_computed_blocks(request)
+        return num_hit, blocks.get_block_ids()
+
+
+@case("create", f"Request of {LONG_PROMPT:,} tokens: create", "call")
+def create_request():
+    serving = Serving()
+    settle()
+    while True:
+        tokens = serving.tokens(LONG_PROMPT)
+        nanoseconds, request = timed(serving.request, tokens)
+        yield nanoseconds, 1, request.block_hashes[-1].hex()
+
+
+def long_request(index):
+    """The life of a long request, evicting; then that of one with the same prompt."""
+    serving = Serving()
+    manager = serving.manager
+    settle()
+    while True:
+        tokens = serving.tokens(LONG_PROMPT)
+        first, second = serving.request(tokens), serving.request(tokens)
+        times = [0] * 4
+        times[0], decided = timed(serving.admit, first)
+        times[1], hit = timed(serving.match, second)
+        times[2], admitted = timed(serving.admit, second)
+        times[3], _ = timed(manager.free, first)
+        manager.free(second)
+        assert hit[0] == admitted[0] == LONG_PROMPT - BLOCK_SIZE
+        yield times[index], 1, [decided, hit, admitted]
+
+
+for _index, _title in enumerate(
+    ("match and allocate_slots, no hit", "get_computed_blocks, all but a block hit",
+     "match and allocate_slots, hit", "free")
+):  # fmt: skip
+    case(f"long_{_index}", f"Request of {LONG_PROMPT:,} tokens: {_title}", "call")(
+        lambda index=_index: long_request(index)
+    )
+
+
+@case("prefill", f"Prefill of {PREFILL:,} tokens, {SHARED_PREFIX:,} of them shared", "request")
+def prefill():
+    serving = Serving()
+    shared = serving.tokens(SHARED_PREFIX)
+    settle()
+    while True:
+        requests = [
+            serving.request(shared + serving.tokens(PREFILL - SHARED_PREFIX)) for _ in range(50)
+        ]
+
+        def run(requests=requests):
+            return [serving.admit(request) for request in requests]
+
+        nanoseconds, decided = timed(run)
+        for request in requests:
+            serving.manager.free(request)
+        yield nanoseconds, len(requests), decided
+
+
+@case("decode", "Decode step: allocate_slots(request, 1)", "request")
+def decode():
+    serving = Serving()
+    requests = [serving.request(serving.tokens(200 + i % BLOCK_SIZE)) for i in range(256)]
+    for request in requests:
+        serving.admit(request)
+    settle()
+
+    def run():
+        # Not timed apart: a token must arrive before there is a slot to find for the next.
+        decided = []
+        for request in requests:
+            new = serving.manager.allocate_slots(request, 1)
+            request.num_computed_tokens += 1
+            decided.append(new.get_block_ids(allow_none=True))
+        return decided
+
+    while True:
+        for request in requests:
+            request.append_output_token_ids(7)
+        nanoseconds, decided = timed(run)
+        yield nanoseconds, len(requests), decided
+
+
+def make_scheduler(num_requests):
+    from vllm.config import (
+        CacheConfig,
+        DeviceConfig,
+        ModelConfig,
+        ParallelConfig,
+        SchedulerConfig,
+        VllmConfig,
+    )
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    from profiling.vllm_engine import MODEL_CONFIG
+
+    folder = Path(tempfile.mkdtemp())
+    (folder / "config.json").write_text(json.dumps(MODEL_CONFIG))
+    caching = CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True)
+    config = VllmConfig(
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=num_requests,
+            max_num_batched_tokens=8_192,
+            max_model_len=4_096,
+            enable_chunked_prefill=True,
+            async_scheduling=False,
+            is_encoder_decoder=False,
+        ),
+        model_config=ModelConfig(
+            model=str(folder), dtype="float16", skip_tokenizer_init=True, max_model_len=4_096
+        ),
+        cache_config=caching,
+        parallel_config=ParallelConfig(),
+        device_config=DeviceConfig("cpu"),
+    )
+    caching.num_gpu_blocks = 100_001
+    register_all_kvcache_specs(config)
+    return Scheduler(
+        vllm_config=config,
+        kv_cache_config=cache_config(caching.num_gpu_blocks),
+        block_size=BLOCK_SIZE,
+        log_stats=True,
+        structured_output_manager=StructuredOutputManager(config),
+    )
+
+
+def schedule(num_requests):
+    """Steps of decoding; the model runner returns at once with a token for every request."""
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    scheduler = make_scheduler(num_requests)
+    hasher = request_hasher()
+    rng = random.Random(10)
+
+    def step():
+        output = scheduler.schedule()
+        names = list(output.num_scheduled_tokens)
+        ran = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: i for i, name in enumerate(names)},
+            sampled_token_ids=[
+                [7] if scheduler.requests[name].num_computed_tokens
+                >= scheduler.requests[name].num_tokens else []
+                for name in names
+            ],
+        )  # fmt: skip
+        scheduler.update_from_output(output, ran)
+        return output
+
+    for i in range(num_requests):
+        tokens = [rng.randrange(32_000) for _ in range(100 + i % 32)]
+        scheduler.add_request(make_request(str(i), tokens, hasher))
+    while any(request.num_output_tokens == 0 for request in scheduler.requests.values()):
+        step()
+    settle()
+
+    def run():
+        return [step() for _ in range(BLOCK_SIZE)]
+
+    while True:
+        nanoseconds, outputs = timed(run)
+        decided = [output.scheduled_cached_reqs.new_block_ids for output in outputs]
+        yield nanoseconds, BLOCK_SIZE, [len(scheduler.running), decided]
+
+
+for _count in (256, 1024):
+    case(f"schedule_{_count}", f"schedule and update_from_output, {_count} sequences", "step")(
+        lambda count=_count: schedule(count)
+    )
+
+
+def serve(commands, answers):
+    """Answer each line: the name of a case begins it, an empty line asks for a round."""
+    rounds = None
+    for line in commands:
+        try:
+            name = line.strip()
+            if name:
+                del rounds
+                gc.unfreeze()
+                gc.collect()
+                rounds = CASES[name][3]()
+                answer = {}
+            else:
+                nanoseconds, units, decided = next(rounds)
+                checksum = zlib.crc32(json.dumps(decided).encode())
+                answer = {"ns": nanoseconds / units, "checksum": checksum}
+        except BaseException:
+            answer = {"error": traceback.format_exc()}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def main():
+    # Whatever a library prints must not get between the answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    import vllm.v1.core.kv_cache_manager
+
+    if sys.argv[1] == "cpool":
+        import cpool.vllm
+
+        cpool.vllm.install()
+    pool = type(make_pool(10))
+    answers.write(json.dumps({"pool": f"{pool.__module__}.{pool.__qualname__}"}) + "\n")
+    answers.flush()
+    serve(sys.stdin, answers)
+    # Without a word of what libraries of vLLM leave behind.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
