@@ -18,7 +18,8 @@ from cpool.vllm.pool import pool_class
 StockBlockPool = block_pool.BlockPool
 assert not issubclass(StockBlockPool, cpool.BlockPool), "the stock side must be stock"
 version = importlib.import_module("vllm.version").__version__
-OurBlockPool = pool_class(contract.find_contract(version, contract.describe()).release)
+RELEASE = contract.find_contract(version, contract.describe()).release
+OurBlockPool = pool_class(RELEASE)
 
 init_none_hash(sha256)
 
