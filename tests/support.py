@@ -165,7 +165,7 @@ def dump(pool: Any) -> dict[str, Any]:
         "num_tokens": [pool.blocks[i].block_hash_num_tokens for i in ids],
         "extra": {i: set(k) for i, k in pool.cached_block_hashes_by_block.items() if k},
         "registrations": {i: rows for i, rows in registrations.items() if rows},
-        "first": {key: int(pool.find_ids([key[0]], key[1])[0]) for key in keys},
+        "first": {key: pool.get_cached_block(key[0], [key[1]])[0].block_id for key in sorted(keys)},
         "num_keys": pool.num_cached_keys,
         "num_registrations": pool.num_registrations,
         "num_evicted": pool.num_evicted_blocks,

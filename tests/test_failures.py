@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 CHAIN = make_request(600)
 OTHER_CHAIN = make_request(600, seed=1)
 NUM_BLOCKS = 600
-LARGE = 5000  # Registrations that reserve memory in several steps.
+LARGE = 2500  # Registrations that reserve memory in several steps.
 LARGE_CHAIN = make_request(LARGE, seed=2)
 
 
@@ -43,9 +43,25 @@ def registered() -> Any:
     return pool
 
 
+def crowded() -> Any:
+    """As many keys as the table takes without growing: 30 primary ones, the rest extra."""
+    pool = held(50, 60)
+    pool.cache_full_ids(range(1, 31), CHAIN.block_hashes[:30], 0, 4)
+    num_cells = pool.table_stats()["num_cells"]
+    for number in range(num_cells * 85 // 100 - 1 - 30):
+        pool.cache_partial_id(1 + number % 30, OTHER_CHAIN.block_hashes[number], 4, 1)
+    assert pool.table_stats()["num_cells"] == num_cells
+    return pool
+
+
 def freed() -> Any:
     pool = registered()
     pool.free_ids(range(1, 501))
+    return pool
+
+
+def emptied(pool: Any) -> Any:
+    pool.take_events()
     return pool
 
 
@@ -123,6 +139,27 @@ OPERATIONS: dict[str, tuple[Callable[[], Any], Operation]] = {
         lambda pool: pool.move_block_hashes(pool.blocks[299], pool.blocks[400]),
     ),
     "move_ids": (registered, lambda pool: pool.move_ids(299, 400)),
+    "a key that makes the table grow": (
+        crowded,
+        lambda pool: pool.cache_partial_id(40, CHAIN.block_hashes[40], 4, 2),
+    ),
+    "keys that make the table grow": (
+        crowded,
+        lambda pool: pool.cache_full_ids(range(31, 51), CHAIN.block_hashes[31:51], 3, 4),
+    ),
+    "a wider key": (
+        registered,
+        lambda pool: pool._insert_block_hash(bytes(range(68)), pool.blocks[400], num_tokens=4),
+    ),
+    "a wider key assigned by hand": (
+        registered,
+        lambda pool: pool.blocks[400].set_block_hash(bytes(range(68)), 4),
+    ),
+    "snapshot_events": (registered, lambda pool: pool.snapshot_events()),
+    "a snapshot as a batch": (
+        lambda: emptied(registered()),
+        lambda pool: pool.take_event_runs(snapshot=True),
+    ),
     "_insert_block_hash": (
         registered,
         lambda pool: pool._insert_block_hash(bytes(36), pool.blocks[400], num_tokens=4),
@@ -141,14 +178,21 @@ OPERATIONS: dict[str, tuple[Callable[[], Any], Operation]] = {
     "take_events": (registered, lambda pool: pool.take_events()),
 }
 
-# These grow the table or the extra keys, so some allocation must have failed.
+# How many of the pool's own allocations must have failed at least: the arrays that are built
+# beside the old ones.
 MUST_ALLOCATE = {
-    "thousands of registrations",
-    "thousands of duplicates",
-    "first registration",
-    "first registration by handle",
-    "cache_full_blocks",
-    "cache_full_ids",
+    "thousands of registrations": 10,  # Columns, table, chunks of two arenas.
+    "thousands of duplicates": 10,
+    "first registration": 5,  # Two columns, spaces, table, two arenas.
+    "first registration by handle": 5,
+    "cache_full_blocks": 5,
+    "cache_full_ids": 5,
+    "a key that makes the table grow": 1,
+    "keys that make the table grow": 2,  # Table, spaces or log of what is replaced.
+    "a wider key": 5,  # Column, and directory and chunks of two arenas.
+    "a wider key assigned by hand": 5,
+    "snapshot_events": 7,
+    "a snapshot as a batch": 7,
 }
 
 
@@ -157,11 +201,12 @@ def test_a_failed_allocation_changes_nothing(name: str) -> None:
     build, operation = OPERATIONS[name]
     clean = build()
     operation(clean)
-    pool = build()
-    before = dump(pool)
+    expected = dump(clean)
     num_failures = 0
     try:
         while True:
+            pool = build()  # What an earlier failure left reserved would not be asked for again.
+            before = dump(pool)
             testing.fail_allocation(num_failures + 1)
             try:
                 operation(pool)
@@ -171,10 +216,22 @@ def test_a_failed_allocation_changes_nothing(name: str) -> None:
             num_failures += 1
             assert dump(pool) == before
             pool.check_consistency()
+            operation(pool)
+            assert dump(pool) == expected
     finally:
         testing.fail_allocation(0)
-    assert dump(pool) == dump(clean)
-    assert num_failures > 0 or name not in MUST_ALLOCATE
+    assert dump(pool) == expected
+    assert num_failures >= MUST_ALLOCATE.get(name, 0)
+    pool.check_consistency()
+
+
+def test_the_operations_that_must_grow_the_table_do() -> None:
+    for name in ("a key that makes the table grow", "keys that make the table grow"):
+        build, operation = OPERATIONS[name]
+        pool = build()
+        before = pool.table_stats()["num_cells"]
+        operation(pool)
+        assert pool.table_stats()["num_cells"] > before
 
 
 def test_a_pool_that_cannot_be_built_leaves_nothing_behind() -> None:

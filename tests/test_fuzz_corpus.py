@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every stream that the fuzzer kept runs on pool and model alike."""
+"""Every input that the fuzzers kept: streams on pool and model alike, bytes for each reader."""
 
 import random
 from pathlib import Path
@@ -8,11 +8,11 @@ import pytest
 
 from .fuzz import streams
 
-CORPUS = Path(__file__).parent / "fuzz" / "corpus" / "pool"
+CORPORA = Path(__file__).parent / "fuzz" / "corpus"
 
 
 def test_the_streams_of_the_corpus() -> None:
-    files = sorted(CORPUS.iterdir())
+    files = sorted((CORPORA / "pool").iterdir())
     assert len(files) > 10
     assert sum(streams.run(file.read_bytes()) for file in files) > 100
 
@@ -20,3 +20,11 @@ def test_the_streams_of_the_corpus() -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_any_bytes_are_a_stream(seed: int) -> None:
     assert streams.run(random.Random(seed).randbytes(400)) > 10
+
+
+def test_the_inputs_of_the_readers() -> None:
+    pytest.importorskip("msgspec", reason="decodes events")
+    from .fuzz import garbage
+
+    readers = {garbage.run(file.read_bytes()) for file in (CORPORA / "garbage").iterdir()}
+    assert readers == {read.__name__ for read in garbage.READERS}

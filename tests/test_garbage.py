@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 import cpool
+from cpool.replay import mooncake, weka
 from cpool.replay.open_trace import open_trace
 from cpool.replay.records import TraceError
 
@@ -105,6 +106,71 @@ def test_trace_readers(make: Callable[[], bytes], skip_bad: bool, tmp_path: Path
 
     plain = make()
     assert feed(read, TraceError, [plain, gzip.compress(plain)], NUM_ROUNDS) > 0
+
+
+def packed_tar(members: dict[str, bytes]) -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        for name, text in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(text)
+            archive.addfile(member, io.BytesIO(text))
+    return packed.getvalue()
+
+
+def sparse_session(largest: int) -> bytes:
+    requests = [{"t": 0, "in": 48, "hash_ids": [5, largest, 7]}]
+    requests.append({"t": 1, "in": 48, "hash_ids": [5, largest, 6]})
+    return json.dumps({"block_size": 16, "requests": requests}).encode()
+
+
+def read_ids(data: bytes, path: Path) -> list[list[int]]:
+    path.write_bytes(data)
+    return [request.hash_ids.tolist() for request in open_trace(str(path)).requests]
+
+
+def test_large_ids_take_no_memory_out_of_proportion(tmp_path: Path) -> None:
+    data = packed_tar({f"{i}.json": sparse_session((1 << 27) - i) for i in range(50)})
+    tracemalloc.start()
+    try:
+        ids = read_ids(data, tmp_path / "trace.tar.gz")
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+    # At time 0 the first requests of all sessions, then the second ones.
+    assert ids[:2] == [[0, 1, 2], [3, 4, 5]]
+    assert ids[50:52] == [[0, 1, 150], [3, 4, 151]]
+
+
+def test_a_member_of_any_number_is_sorted_by_it(tmp_path: Path) -> None:
+    names = ["9.json", "10.json", "8" * 5000 + ".json", "007.json"]
+    members = {
+        name: sparse_session(9).replace(b'"in": 48', b'"in": 4%d' % (3 + i))
+        for i, name in enumerate(names)
+    }
+    path = tmp_path / "trace.tar"
+    path.write_bytes(packed_tar(members))
+    lengths = [request.input_length for request in open_trace(str(path)).requests]
+    assert lengths[:4] == [46, 43, 44, 45]
+
+
+@pytest.mark.parametrize("skip_bad", [False, True])
+@pytest.mark.parametrize("kind", ["jsonl", "json", "tar"])
+def test_a_bomb_is_refused_before_it_is_unpacked(
+    kind: str, skip_bad: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mooncake, "MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(weka, "MAX_SESSION_BYTES", 1 << 20)
+    bomb = b" " * (64 << 20)
+    path = tmp_path / f"trace.{kind}.gz"
+    path.write_bytes(packed_tar({"a.json": bomb}) if kind == "tar" else gzip.compress(bomb))
+    tracemalloc.start()
+    try:
+        with pytest.raises(TraceError, match="longer than 1048576 bytes"):
+            list(open_trace(str(path), skip_bad=skip_bad).requests)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_event_decoders() -> None:

@@ -57,6 +57,23 @@ def test_blocks_is_a_sequence(pool: Any) -> None:
             pool.blocks[index]
 
 
+def test_the_null_block_is_registered_where_its_key_was_assigned_by_hand() -> None:
+    # vLLM's own tests register every block of a pool like this.
+    pool = cpool.BlockPool(9, True, 4)
+    null, other, key = pool.null_block, pool.blocks[7], bytes(36)
+    for block in (null, other):
+        block.set_block_hash(key)
+        pool.cached_block_hash_to_block.insert(key, block)
+    pool.check_consistency()
+    assert pool.get_cached_block(key[:-4], [0]) == [null]
+    with pytest.raises(cpool.ContractError, match=r"^the null block is never registered$"):
+        pool.cached_block_hash_to_block.insert(bytes(35) + b"1", null)
+    assert pool._maybe_evict_cached_block(null)
+    assert null.block_hash is None
+    assert pool.get_cached_block(key[:-4], [0]) == [other]
+    pool.check_consistency()
+
+
 def test_every_block_is_true_even_block_0(pool: Any) -> None:
     assert all(pool.blocks)
     assert bool(pool.blocks[0]) is True
@@ -314,6 +331,20 @@ def test_an_empty_queue_without_a_pool() -> None:
     assert block.next_free_block is None
     with pytest.raises(RuntimeError, match=r"remove.*invalid block"):
         queue.remove(block)
+
+
+def test_a_queue_without_a_pool_whose_ends_lost_their_links_takes_no_blocks() -> None:
+    queue, blocks = FreeKVCacheBlockQueue([KVCacheBlock(0)]), [KVCacheBlock(1)]
+    queue.fake_free_list_tail.prev_free_block = None
+    queue.fake_free_list_head.next_free_block = None
+    with pytest.raises(AssertionError, match="prev_free_block of fake_free_list_tail"):
+        queue.append_n(blocks)
+    with pytest.raises(AssertionError, match="next_free_block of fake_free_list_head"):
+        queue.prepend_n(blocks)
+    assert queue.num_free_blocks == 1
+    assert blocks[0].prev_free_block is None
+    queue.append_n([])
+    queue.prepend_n([])
 
 
 def test_a_table_without_a_pool() -> None:

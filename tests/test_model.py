@@ -181,11 +181,15 @@ def machine(max_examples: int) -> Any:
 
 
 TestPoolAndModelAgree = machine(60)
-TestPoolAndModelAgreeForLong = pytest.mark.slow(machine(2000))
+TestPoolAndModelAgreeForLong = pytest.mark.slow(machine(600))
 
 
-def run(seed: int, num_steps: int) -> set[str]:
-    """A seeded run; the operations that it reached."""
+def run(seed: int, num_steps: int, compare_every: int = 1) -> set[str]:
+    """A seeded run; the operations that it reached.
+
+    Answers are compared at each step. A comparison of everything takes as long as eight
+    operations, and what once went wrong is still wrong some steps later.
+    """
     rng = random.Random(seed)
     pair = Pair(
         num_blocks=rng.randint(1, 10),
@@ -197,9 +201,10 @@ def run(seed: int, num_steps: int) -> set[str]:
     pick = operations.RandomPicker(rng)
     seen = set()
     try:
-        for _ in range(num_steps):
+        for step in range(1, num_steps + 1):
             seen.add(pair.step(rng.choice(pair.generators), pick))
-            pair.compare()
+            if step % compare_every == 0 or step == num_steps:
+                pair.compare()
     except BaseException as error:
         error.add_note(f"CPOOL_TEST_SEED={seed} repeats it; at {pair.last}")
         raise
@@ -239,4 +244,4 @@ def test_runs_reach_every_operation_and_refusal() -> None:
 def test_long_random_runs_agree() -> None:
     base = first_seed()
     for seed in range(base, base + 300):
-        run(seed, 1000)
+        run(seed, 1000, compare_every=5)

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import struct
+import tracemalloc
 import zlib
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ def mixed_pool() -> Any:
     pool.cache_partial_block(CHAIN, blocks[8], 4, 3, 16)
     pool._insert_block_hash(bytes(32) + bytes(4), blocks[10], None)
     blocks[11].set_block_hash(bytes(range(36)), 8)  # The table does not know it.
+    pool.null_block.set_block_hash(bytes(range(1, 37)), 4)
+    pool.cached_block_hash_to_block.insert(bytes(range(1, 37)), pool.null_block)
     pool.evict_blocks([blocks[1].block_id])
     pool.free_blocks([blocks[9], blocks[6], blocks[0], blocks[12], blocks[3]])
     return pool
@@ -297,7 +300,14 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "too few counts": (lambda a: {"ref_cnts": a["ref_cnts"][:-1]}, "23 counts for 24 blocks"),
     "a pool of another size": (lambda a: {"num_gpu_blocks": 23}, "24 counts for 23 blocks"),
-    "a pool of no size": (lambda a: {"num_gpu_blocks": 0}, "num_gpu_blocks is 0"),
+    "a pool of no size": (
+        lambda a: {"num_gpu_blocks": 0, "ref_cnts": a["ref_cnts"][:0]},
+        "num_gpu_blocks is 0",
+    ),
+    "digests wider than any": (
+        lambda a: {"digests": np.zeros((len(a["digests"]), 256), np.uint8)},
+        "digests of 256 bytes; the limit is 255",
+    ),
     "no hash_block_size": (lambda a: {"hash_block_size": 0}, "hash_block_size is 0"),
     "a setting of another type": (lambda a: {"enable_caching": 1}, "enable_caching is 1"),
     "a digest of no bytes": (changed("spaces", 0, 0, "width"), "space 0 has hashes of 0 bytes"),
@@ -310,7 +320,10 @@ WRONG: dict[str, tuple[Any, str]] = {
     "the last space": (changed("registrations", 0, 0xFFFF, "space"), "names space 65535"),
     "a block of no block": (changed("registrations", -1, 24, "block"), "names block 24"),
     "blocks out of order": (changed("registrations", 0, 20, "block"), "names block"),
-    "the null block": (changed("registrations", 0, 0, "block"), "block 0, is of kind"),
+    "an extra key of the null block": (
+        changed("registrations", 0, 0, "kind"),
+        "block 0, is of kind 0",
+    ),
     "an unknown kind": (changed("registrations", 0, 8, "kind"), "is of kind 8"),
     "an extra key that is loose": (changed("registrations", 0, 2, "kind"), "is of kind 2"),
     "tokens of none": (changed("registrations", 0, 5, "kind"), "is of kind 5"),
@@ -378,13 +391,33 @@ def test_arrays_larger_than_the_file_are_refused_before_they_are_made(
     _, _, length, _ = saving.PREFIX.unpack(content[: saving.PREFIX.size])
     end = saving.PREFIX.size + length
     parsed = json.loads(content[saving.PREFIX.size : end])
-    parsed["arrays"]["digests"] = [(1 << 32) - 1, (1 << 32) - 1, 0]
+    parsed["arrays"]["digests"] = [(1 << 32) - 1, 255, 0]
     description = json.dumps(parsed).encode()
     prefix = saving.PREFIX.pack(
         saving.MAGIC, saving.VERSION, len(description), zlib.crc32(description)
     )
     with pytest.raises(cpool.SavedPoolError, match="it should have"):
         load_bytes(prefix + description + content[end:], tmp_path)
+
+
+def test_a_small_file_does_not_make_a_large_pool(tmp_path: Path) -> None:
+    path = rewritten(mixed_pool(), tmp_path / "large", num_gpu_blocks=1 << 28)
+    tracemalloc.start()
+    try:
+        with pytest.raises(cpool.SavedPoolError, match="24 counts for 268435456 blocks"):
+            cpool.BlockPool.load(path)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_subclass_that_makes_a_smaller_pool_gets_no_larger_state(tmp_path: Path) -> None:
+    class Small(cpool.BlockPool):
+        def __init__(self, num_gpu_blocks: int, **arguments: Any) -> None:
+            super().__init__(num_gpu_blocks - 1, **arguments)
+
+    with pytest.raises(cpool.SavedPoolError, match="24 counts for 23 blocks"):
+        Small.load(saved(mixed_pool(), tmp_path))
 
 
 @pytest.mark.skipif(testing is None, reason="a release build cannot fail allocations")

@@ -289,21 +289,28 @@ cdef HashBatch check_rows(HashBatch batch, Py_ssize_t expected):
     return batch
 
 
+cdef object boundaries_as_int64(object num_tokens):
+    array = np.asarray(num_tokens)
+    if array.dtype.kind not in "iu" and array.size:
+        raise TypeError(f"num_tokens must be integers, not {array.dtype}")
+    if array.dtype == np.uint64 and array.size and array.max() > MAX_NUM_TOKENS:
+        raise ContractError(f"num_tokens is {array.max()}; the limit is {MAX_NUM_TOKENS}")
+    return np.ascontiguousarray(array, dtype=np.int64)
+
+
 cdef TokenBuffer read_boundaries(object num_tokens, size_t count, uint32_t hash_block_size):
     # `count` prefix lengths, each a multiple of `hash_block_size` above 0.
     cdef TokenBuffer ends = TokenBuffer.__new__(TokenBuffer, count)
     cdef const int64_t* values
     cdef size_t i
-    array = np.asarray(num_tokens)
-    if array.dtype.kind not in "iu":
-        if array.size:
-            raise TypeError(f"num_tokens must be integers, not {array.dtype}")
-        array = array.astype(np.int64)
+    array = num_tokens
+    if not (
+        is_array(array, numpy.NPY_INT64, 1)
+        and numpy.PyArray_IS_C_CONTIGUOUS(<numpy.ndarray>array)
+    ):
+        array = boundaries_as_int64(num_tokens)
     if array.ndim != 1 or <size_t>len(array) != count:
         raise ContractError(f"num_tokens has shape {array.shape}; there are {count} blocks")
-    if array.dtype == np.uint64 and count and array.max() > MAX_NUM_TOKENS:
-        raise ContractError(f"num_tokens is {array.max()}; the limit is {MAX_NUM_TOKENS}")
-    array = np.ascontiguousarray(array, dtype=np.int64)
     values = <const int64_t*>numpy.PyArray_DATA(<numpy.ndarray>array)
     for i in range(count):
         if not 1 <= values[i] <= MAX_NUM_TOKENS or values[i] % hash_block_size:

@@ -105,7 +105,6 @@ cdef inline int check_cell(const Core* core, hash_t hash, ref_t ref) except -1:
         require(registry.hash_of(core, &key) == hash, f"shared key {index} is in a wrong cell")
         return check_shared(core, index)
     require(index < core.blocks.num_blocks, f"a cell names block {index}")
-    require(index != 0, "the null block is registered")
     if tag == PRIMARY:
         key = registry.key_of(core, holder)
         require(
@@ -115,6 +114,7 @@ cdef inline int check_cell(const Core* core, hash_t hash, ref_t ref) except -1:
         require(registry.hash_of(core, &key) == hash, f"block {index} is in a wrong cell")
         return 0
     require(tag == <ref_t>EXTRA, f"cell with reference {ref}")
+    require(index != 0, "the null block has an extra key")
     holder.extra = reverse_index.first(&core.index, index)
     while holder.extra != NO_RECORD and not found:
         key = registry.key_of(core, holder)

@@ -228,26 +228,42 @@ cdef class RegistrationLog:
         )
         return 0
 
-    cdef int replacing(self, size_t i) except -1:
+    cdef void replacing(self, size_t i) noexcept:
         # Before a registration that takes a block's keys away.
         cdef size_t before = self.removed.count
         log_keys(&self.pool.core, self.ids[i], self.removed, self.truthful)
-        if self.truthful and self.removed.count > before:
-            self.close()
-            self.steps.append(self.removed.part(before, self.removed.count))
-        return 0
+        if self.truthful and self.removed.count > before and self.failure is None:
+            try:
+                self.close()
+                self.steps.append(self.removed.part(before, self.removed.count))
+            except BaseException as error:
+                self.failure = error
 
-    cdef int registered(self, size_t i, bint is_new) except -1:
+    cdef void registered(self, size_t i, bint is_new) noexcept:
         # For the truthful stream only.
         if is_new and self.start < self.stop and self.stop == i and self.follows(i):
             self.stop = i + 1
-            return 0
+        elif self.failure is None:
+            try:
+                self.add_row(i, is_new)
+            except BaseException as error:
+                self.failure = error
+
+    cdef int add_row(self, size_t i, bint is_new) except -1:
+        # A row that does not go on with the run before it.
         self.close()
         if is_new:
             self.start = i
             self.stop = i + 1
             self.parent_is_resident = self.has_resident_parent(i)
         return 0
+
+    cdef void note_row(self, size_t i) noexcept:
+        # Keeps for snapshots what the events say of a row.
+        try:
+            self.pool.note_detail(self.ids[i], False, self.detail, self.source.detail_row(i))
+        except MemoryError:
+            self.pool.forget_details()
 
     cdef bint has_resident_parent(self, size_t i) except -1:
         cdef Key key
@@ -267,6 +283,8 @@ cdef class RegistrationLog:
     cdef int finish(self, object stored) except -1:
         # Emits. `stored` is the event for all rows.
         cdef bint compact = isinstance(self.source, BatchSource)
+        if self.failure is not None:
+            raise self.failure
         if not self.truthful:
             self.pool.emit_removed(self.removed, compact)
             if stored is not None:

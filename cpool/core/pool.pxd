@@ -158,13 +158,16 @@ cdef class RegistrationLog:
     cdef list steps                 # truthful: a RemovedRun or (start, stop, parent is resident)
     cdef size_t start, stop         # rows of the run that is open, equal when none is
     cdef bint parent_is_resident
+    cdef object failure             # what was raised in the middle of the commit, or None
 
     cdef bint follows(self, size_t i) noexcept
     cdef int find_parents(self) except -1
     cdef void note_parents(self, size_t first, size_t stop) noexcept
     cdef int reserve_removals(self, size_t num_keyed) except -1
-    cdef int replacing(self, size_t i) except -1
-    cdef int registered(self, size_t i, bint is_new) except -1
+    cdef void replacing(self, size_t i) noexcept
+    cdef void registered(self, size_t i, bint is_new) noexcept
+    cdef int add_row(self, size_t i, bint is_new) except -1
+    cdef void note_row(self, size_t i) noexcept
     cdef bint has_resident_parent(self, size_t i) except -1
     cdef int close(self) except -1
     cdef int finish(self, object stored) except -1
@@ -202,6 +205,7 @@ cdef class BlockPool:
     cdef Parents parents            # of registrations, while events are on
     cdef dict group_block_sizes     # group -> tokens in a block, as last registered
     cdef bint is_resetting          # and nothing that happens is to be told
+    cdef bint events_lost           # the next batch must be a snapshot
     cdef list details               # (EventDetail, its block) of each primary key; or None
     cdef dict extra_details         # of records of the reverse index
     cdef readonly bint truthful_events
@@ -264,9 +268,9 @@ cdef class BlockPool:
         self, const block_id_t* ids, const uint64_t* ends, HashBatch batch, size_t first,
         size_t total, uint32_t group, RegistrationLog log,
     ) except -1
-    cdef int register_logged(
+    cdef void register_logged(
         self, batches.Registrations* rows, size_t first, RegistrationLog log
-    ) except -1
+    ) noexcept
     cdef void note_width(self, uint32_t width) noexcept
     cdef uint32_t num_page_slots(self) noexcept
     cdef int check_batch_width(self, HashBatch rows) except -1
@@ -309,14 +313,23 @@ cdef class BlockPool:
     cdef bint is_resident(self, object digest, uint32_t group) except -1
     cdef int set_parent(self, object stored, object parent) except -1
     cdef int emit(self, object event, bint compact) except -1
+    cdef int report(self, object event, bint compact) except -1
+    cdef int lose_events(self, object error) except -1
     cdef int emit_removed(self, RemovedRun removed, bint compact) except -1
     cdef int emit_arrival(self, bytes key) except -1
-    cdef int emit_departure(self, Holder holder) except -1
+    cdef int make_arrival(self, bytes key) except -1
+    cdef int report_partial(
+        self, object stored, object parent, uint32_t group, bint is_new, bint compact
+    ) except -1
+    cdef RemovedRun departure_log(self)
+    cdef void log_departure(self, Holder holder, RemovedRun removed) noexcept
+    cdef void forget_details(self) noexcept
     cdef int note_detail(
         self, block_id_t id, bint as_extra, EventDetail detail, size_t row
     ) except -1
     cdef EventDetail request_detail(self, object request, object start, object end)
     cdef object detail_of(self, Holder holder)
+    cdef object detail_to_move(self, Holder holder)
     cdef record_id_t last_extra(self, block_id_t id) noexcept
     cdef SnapshotRun take_snapshot(self)
     cdef dict settings(self)

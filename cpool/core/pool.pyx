@@ -28,7 +28,7 @@ from cpool.core.types cimport (
     NO_TOKENS_FLAG, NOT_QUEUED, SHARED, SHARED_FLAG, SPACE_MASK,
 )
 from cpython.buffer cimport (
-    Py_buffer, PyBUF_FORMAT, PyBUF_STRIDED_RO, PyBUF_WRITABLE, PyBuffer_FillInfo,
+    Py_buffer, PyBUF_FORMAT, PyBUF_STRIDED_RO, PyBuffer_FillInfo,
     PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer,
 )
 from cpython.bytes cimport (
@@ -378,13 +378,15 @@ cdef class BlockPool:
         cdef int width
         cdef space_t flags = LOOSE_FLAG
         cdef uint32_t tokens = 0
+        cdef RemovedRun removed
         if id >= self.core.blocks.num_blocks:
             raise ContractError("the end of a free queue has no block hash")
+        removed = self.departure_log()
         if key is None:
             if registry.has_primary(&self.core, id):
-                self.emit_departure(registry.primary(id))
+                self.log_departure(registry.primary(id), removed)
                 registry.drop_primary(&self.core, id)
-            return 0
+            return self.emit_removed(removed, False)
         width = read_key(key, &wanted.digest, &group)
         if num_tokens is None:
             flags |= NO_TOKENS_FLAG
@@ -393,11 +395,12 @@ cdef class BlockPool:
         registry.prepare_keys(&self.core, width)
         wanted.space = registry.intern_space(&self.core, group, width)
         if registry.has_primary(&self.core, id):
-            self.emit_departure(registry.primary(id))
+            self.log_departure(registry.primary(id), removed)
             registry.drop_primary(&self.core, id)
         registry.write_primary(&self.core, id, &wanted, flags, tokens)
         note_parent(&self.core, &self.parents, id, False, 0)
-        return self.note_detail(id, False, None, 0)
+        self.note_detail(id, False, None, 0)
+        return self.emit_removed(removed, False)
 
     cdef int assign_primary_tokens(self, block_id_t id, object num_tokens) except -1:
         if id >= self.core.blocks.num_blocks or not registry.has_primary(&self.core, id):
@@ -415,15 +418,14 @@ cdef class BlockPool:
         return 0
 
     cdef int link_primary(self, block_id_t id) except -1:
-        # The table learns of a primary key that was assigned by hand.
+        # The table learns of a primary key that was assigned by hand. This is the one way in
+        # which the null block, too, can be registered: whoever does so twice said what it wants.
         cdef Key key
         cdef keys.Space space
         cdef Holder other
         cdef uint64_t num_keys
         if not self.core.blocks.keys[id].space & LOOSE_FLAG:
             return 0
-        if id == NULL_BLOCK:
-            raise ContractError("the null block is never registered")
         key = registry.key_of(&self.core, registry.primary(id))
         space = self.core.spaces[key.space]
         registry.reserve(&self.core, space.group, space.width, 1, 0)
@@ -724,7 +726,12 @@ cdef class BlockPool:
             self.num_evicted_blocks += self.evict_quietly(ids, count, removed)
         for i in range(count):
             self.core.blocks.states[ids[i]].ref_cnt = 1
-        self.emit_removed(removed, compact)
+        try:
+            self.emit_removed(removed, compact)
+        except BaseException:
+            # An interrupt: nobody will know of these blocks.
+            put_back(&self.core, ids, count)
+            raise
         return 0
 
     cdef int announce_allocation(self, list taken, const block_id_t* ids, size_t count) except -1:
@@ -970,15 +977,27 @@ cdef class BlockPool:
             ContractError: A block is free or the null block; nothing was changed.
         """
         cdef IdBuffer buffer = self.buffer_of(blocks)
+        cdef list buffer_ids = []
         cdef size_t i
         if not callable(on_reuse):
             raise TypeError(f"on_reuse must be callable, not {type(on_reuse).__name__}")
         for i in range(buffer.count):
             if buffer.ids[i] == NULL_BLOCK:
                 raise ContractError("the null block cannot be unpinned")
-        self.release(buffer, False, True)
-        for i in range(buffer.count):
-            self._reuse_watchers[buffer.ids[i]] = on_reuse
+            buffer_ids.append(buffer.ids[i])
+        # Whoever reads the blocks must hear of their reuse, so the callbacks come first.
+        watched = [(block_id, self._reuse_watchers.get(block_id)) for block_id in buffer_ids]
+        try:
+            for block_id in buffer_ids:
+                self._reuse_watchers[block_id] = on_reuse
+            self.release(buffer, False, True)
+        except BaseException:
+            for block_id, watcher in watched:
+                if watcher is None:
+                    self._reuse_watchers.pop(block_id, None)
+                else:
+                    self._reuse_watchers[block_id] = watcher
+            raise
 
     def is_block_writable(self, block):
         """Whether a block has one holder and no key, so that its holder may change it."""
@@ -1152,7 +1171,10 @@ cdef class BlockPool:
             if collects:
                 PyGC_Enable()
         if log is not None:
-            log.finish(stored)
+            try:
+                log.finish(stored)
+            except BaseException as error:
+                self.lose_events(error)
         return 0
 
     cdef int register_steps(
@@ -1194,16 +1216,17 @@ cdef class BlockPool:
         rows.space = registry.find_space(&self.core, group, batch.width)
         rows.fetched = 0
         if log is not None:
-            return self.register_logged(&rows, first, log)
+            self.register_logged(&rows, first, log)
+            return 0
         for i in range(total):
             batches.fetch_rows(&self.core, &rows, i)
             if ids[i] != NULL_BLOCK:
                 batches.register_row(&self.core, &rows, i)
         return 0
 
-    cdef int register_logged(
+    cdef void register_logged(
         self, batches.Registrations* rows, size_t first, RegistrationLog log
-    ) except -1:
+    ) noexcept:
         cdef block_id_t id
         cdef bint is_new
         cdef size_t i
@@ -1218,9 +1241,8 @@ cdef class BlockPool:
             if log.truthful:
                 log.registered(first + i, is_new)
             if self.detailed_snapshots:
-                self.note_detail(id, False, log.detail, log.source.detail_row(first + i))
+                log.note_row(first + i)
         log.note_parents(first, first + rows.count)
-        return 0
 
     def cache_full_ids(
         self,
@@ -1371,13 +1393,14 @@ cdef class BlockPool:
                 [(start, tokens)],
             )
             self.group_block_sizes[group] = size
+        key = make_key(
+            <const uint8_t*>PyBytes_AS_STRING(digest), <uint32_t>len(digest), group
+        )
         self.register_partial(
             id, digest, tokens, group, replace_existing_hashes, parent, stored, detail, False
         )
         self.after()
-        return make_key(
-            <const uint8_t*>PyBytes_AS_STRING(digest), <uint32_t>len(digest), group
-        )
+        return key
 
     def cache_partial_id(
         self,
@@ -1529,7 +1552,7 @@ cdef class BlockPool:
         cdef RemovedRun removed = None
         cdef uint32_t width = <uint32_t>PyBytes_GET_SIZE(digest)
         cdef bint drops = replace
-        cdef bint as_extra, collects
+        cdef bint as_extra, as_new, collects
         cdef uint64_t num_keys
         cdef uint64_t noted = low_bits(parent)
         if not replace:
@@ -1566,16 +1589,24 @@ cdef class BlockPool:
         )
         note_parent(&self.core, &self.parents, id, as_extra, noted)
         self.note_detail(id, as_extra, detail, 0)
+        as_new = self.core.table.num_used != num_keys
         self.emit_removed(removed, compact)
-        if stored is None:
-            return 0
+        if stored is not None:
+            try:
+                self.report_partial(stored, parent, group, as_new, compact)
+            except BaseException as error:
+                self.lose_events(error)
+        return 0
+
+    cdef int report_partial(
+        self, object stored, object parent, uint32_t group, bint is_new, bint compact
+    ) except -1:
         if self.truthful_events:
-            if self.core.table.num_used == num_keys:
+            if not is_new:
                 return 0
             if not self.is_resident(parent, group):
                 self.set_parent(stored, None)
-        self.emit(stored, compact)
-        return 0
+        return self.emit(stored, compact)
 
     def move_block_hashes(self, src_block, dst_block):
         """Re-point all keys of one block to another, which has none. Emits nothing.
@@ -1605,7 +1636,7 @@ cdef class BlockPool:
                 registry.drop_primary(&self.core, source)
             else:
                 parent = parents.of(&self.parents, source, NO_RECORD)
-                kept = self.detail_of(registry.primary(source))
+                kept = self.detail_to_move(registry.primary(source))
                 registry.move_key(&self.core, registry.primary(source), target, digest)
                 note_parent(&self.core, &self.parents, target, False, parent)
                 if kept is not None:
@@ -1616,7 +1647,7 @@ cdef class BlockPool:
             if holder.extra == NO_RECORD:
                 break
             parent = parents.of(&self.parents, source, holder.extra)
-            kept = self.detail_of(holder)
+            kept = self.detail_to_move(holder)
             as_extra = registry.has_primary(&self.core, target)
             registry.move_key(&self.core, holder, target, digest)
             note_parent(&self.core, &self.parents, target, as_extra, parent)
@@ -1714,7 +1745,10 @@ cdef class BlockPool:
                 self.metrics_collector.reset()
             self.logger.info("Successfully reset prefix cache")
             if self.enable_kv_cache_events:
-                self.emit(self.types_of_events().AllBlocksCleared(), False)
+                try:
+                    self.emit(self.types_of_events().AllBlocksCleared(), False)
+                except BaseException as error:
+                    self.lose_events(error)
         self.after()
         return True
 
@@ -1727,8 +1761,7 @@ cdef class BlockPool:
             )
         registry.drop_key_storage(&self.core)
         parents.release(&self.parents)
-        self.details = None
-        self.extra_details = None
+        self.forget_details()
         self.hash_width = 0
         return 0
 
@@ -1896,9 +1929,26 @@ cdef class BlockPool:
                 queue.append(single)
         return 0
 
+    cdef int report(self, object event, bint compact) except -1:
+        # As emit(), of a change that has been made.
+        try:
+            self.emit(event, compact)
+        except BaseException as error:
+            self.lose_events(error)
+        return 0
+
+    cdef int lose_events(self, object error) except -1:
+        # A change that has been made could not be told: memory ran out, or the event classes
+        # failed. The call has not failed for that; the next batch will be a clear and a
+        # snapshot, which tell all. Only an interrupt goes on to the caller.
+        self.events_lost = True
+        if not isinstance(error, Exception):
+            raise error
+        return 0
+
     cdef int emit_removed(self, RemovedRun removed, bint compact) except -1:
         if removed is not None and removed.count:
-            self.emit(removed, compact)
+            self.report(removed, compact)
         return 0
 
     cdef int emit_arrival(self, bytes key) except -1:
@@ -1907,6 +1957,13 @@ cdef class BlockPool:
             return 0
         if not self.reports_inserted_keys:
             return 0
+        try:
+            self.make_arrival(key)
+        except BaseException as error:
+            self.lose_events(error)
+        return 0
+
+    cdef int make_arrival(self, bytes key) except -1:
         types = self.types_of_events()
         width = len(key) - 4
         group = int.from_bytes(key[width:], "big")
@@ -1924,18 +1981,20 @@ cdef class BlockPool:
             setattr(stored, name, value)
         return self.emit(stored, False)
 
-    cdef int emit_departure(self, Holder holder) except -1:
-        # Before one registration is taken away by itself.
+    cdef RemovedRun departure_log(self):
+        # Room for a key that is taken away by itself; None when no event will be due. Made
+        # before the key is looked for, because making it may run other code.
         cdef RemovedRun removed
         if not self.enable_kv_cache_events or not self.truthful_events:
-            return 0
-        if registry.flagged_space(&self.core, holder) & LOOSE_FLAG:
-            return 0
+            return None
         removed = RemovedRun.__new__(RemovedRun)
         removed.fields = self.place_fields()
-        reserve_removed(removed, 1, self.core.blocks.stride)
-        log_key(&self.core, holder, removed, True)
-        return self.emit_removed(removed, False)
+        reserve_removed(removed, 1, MAX_HASH_BYTES)
+        return removed
+
+    cdef void log_departure(self, Holder holder, RemovedRun removed) noexcept:
+        if removed is not None and not registry.flagged_space(&self.core, holder) & LOOSE_FLAG:
+            log_key(&self.core, holder, removed, True)
 
     def emit_cached_block_events(
         self, request, num_cached_blocks, block_size, kv_cache_group_id
@@ -1967,7 +2026,12 @@ cdef class BlockPool:
 
     def take_events(self):
         """All events since the last call, as a list of the caller's own; [] with events off."""
-        return expand_runs(self.take_event_runs(), self.types_of_events())
+        events = self.take_event_runs()
+        try:
+            return expand_runs(events, self.types_of_events())
+        except BaseException:
+            self.events_lost = True
+            raise
 
     def take_event_runs(self, *, snapshot=False):
         """As `take_events`, but what the batch interface did stays compact.
@@ -1983,9 +2047,11 @@ cdef class BlockPool:
         if not self.enable_kv_cache_events:
             return []
         events = self.kv_event_queue
-        if snapshot:
+        fresh = []
+        if snapshot or self.events_lost:
             events = [self.types_of_events().AllBlocksCleared(), self.take_snapshot()]
-        self.kv_event_queue = []
+        self.kv_event_queue = fresh
+        self.events_lost = False
         if events:
             self.num_event_batches += 1
         return events
@@ -2041,15 +2107,31 @@ cdef class BlockPool:
         # Of the registration that the block got last, as an extra key or as its primary one.
         if not self.detailed_snapshots or not self.enable_kv_cache_events:
             return 0
-        if self.details is None:
-            self.details = [None] * self.core.blocks.num_blocks
-            self.extra_details = {}
-        kept = None if detail is None else (detail, row)
-        if as_extra:
-            self.extra_details[self.last_extra(id)] = kept
-        else:
-            self.details[id] = kept
+        try:
+            if self.details is None:
+                self.extra_details = {}
+                self.details = [None] * self.core.blocks.num_blocks
+            kept = None if detail is None else (detail, row)
+            if as_extra:
+                self.extra_details[self.last_extra(id)] = kept
+            else:
+                self.details[id] = kept
+        except MemoryError:
+            # The detail of a former key must not stay.
+            self.forget_details()
         return 0
+
+    cdef void forget_details(self) noexcept:
+        self.details = None
+        self.extra_details = None
+
+    cdef object detail_to_move(self, Holder holder):
+        # In the middle of a move, which must not fail.
+        try:
+            return self.detail_of(holder)
+        except MemoryError:
+            self.forget_details()
+            return None
 
     cdef object detail_of(self, Holder holder):
         if self.details is None:

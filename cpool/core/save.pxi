@@ -230,7 +230,7 @@ cdef int check_registrations(
             saved[i].kind > 7
             or saved[i].kind & IS_PRIMARY and not is_first
             or saved[i].kind & IS_LOOSE and not saved[i].kind & IS_PRIMARY
-            or saved[i].block == NULL_BLOCK and not saved[i].kind & IS_LOOSE
+            or saved[i].block == NULL_BLOCK and not saved[i].kind & IS_PRIMARY
             or saved[i].kind & WITHOUT_TOKENS and saved[i].num_tokens
         ):
             raise SavedPoolError(

@@ -16,8 +16,8 @@ by whoever builds a pool from them.
 import contextlib
 import json
 import os
+import secrets
 import struct
-import tempfile
 import zlib
 from typing import Any
 
@@ -30,6 +30,7 @@ VERSION = 1
 PREFIX = struct.Struct("<8sIII")
 ALIGNMENT = 64
 MAX_DESCRIPTION_BYTES = 1 << 20
+MAX_HASH_BYTES = 255
 
 # Name -> dtype of the arrays, in their order in the file; columns if there are two dimensions.
 ARRAYS: dict[str, Any] = {
@@ -64,7 +65,7 @@ def padded(num_bytes: int) -> int:
 
 def write(path: Any, settings: dict[str, Any], arrays: dict[str, Any]) -> None:
     """Write a file: complete under a temporary name, then renamed to ``path``."""
-    path = os.fspath(path)
+    path = os.fsdecode(path)
     description = json.dumps(
         {
             "settings": settings,
@@ -73,9 +74,9 @@ def write(path: Any, settings: dict[str, Any], arrays: dict[str, Any]) -> None:
     ).encode()
     prefix = PREFIX.pack(MAGIC, VERSION, len(description), zlib.crc32(description))
     folder = os.path.dirname(path) or os.curdir
-    descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=os.path.basename(path) + ".")
+    temporary = f"{path}.{secrets.token_hex(8)}"
     try:
-        with open(descriptor, "wb") as file:
+        with open(temporary, "xb", opener=open_for_owner) as file:
             write_padded(file, prefix + description)
             for name in ARRAYS:
                 write_padded(file, memoryview(arrays[name].reshape(-1).view(np.uint8)))
@@ -87,6 +88,11 @@ def write(path: Any, settings: dict[str, Any], arrays: dict[str, Any]) -> None:
             os.unlink(temporary)
         raise
     sync_folder(folder)
+
+
+def open_for_owner(path: str, flags: int) -> int:
+    """An opener of files that nobody else may read."""
+    return os.open(path, flags, 0o600)
 
 
 def shape(array: Any) -> tuple[int, int]:
@@ -169,6 +175,14 @@ def parse(description: bytes) -> tuple[dict[str, Any], dict[str, list[int]]]:
             or (row[1] != 1 and name != "digests")
         ):
             raise SavedPoolError(f"array {name} is described as {row!r}")
+    # What a pool takes of memory follows from these two, so the file must have as much itself.
+    num_counts, num_blocks = table["ref_cnts"][0], settings["num_gpu_blocks"]
+    if num_counts != num_blocks:
+        raise SavedPoolError(f"{num_counts} counts for {num_blocks} blocks")
+    if table["digests"][1] > MAX_HASH_BYTES:
+        raise SavedPoolError(
+            f"digests of {table['digests'][1]} bytes; the limit is {MAX_HASH_BYTES}"
+        )
     return settings, table
 
 

@@ -67,12 +67,24 @@ class FreeKVCacheBlockQueue:
         self._insert_after(last, block)
 
     def append_n(self, blocks: Sequence[Any]) -> None:
-        """Put blocks at the end, in the given order."""
+        """Put blocks at the end, in the given order.
+
+        Raises:
+            AssertionError: The end of the list has lost its link; nothing was changed.
+        """
+        if len(blocks) and self.fake_free_list_tail.prev_free_block is None:
+            raise AssertionError("prev_free_block of fake_free_list_tail should always exist")
         for block in blocks:
             self.append(block)
 
     def prepend_n(self, blocks: Sequence[Any]) -> None:
-        """Put blocks at the front, in the given order."""
+        """Put blocks at the front, in the given order.
+
+        Raises:
+            AssertionError: The front of the list has lost its link; nothing was changed.
+        """
+        if len(blocks) and self.fake_free_list_head.next_free_block is None:
+            raise AssertionError("next_free_block of fake_free_list_head should always exist")
         place = self.fake_free_list_head
         for block in blocks:
             self._insert_after(place, block)

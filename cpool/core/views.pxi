@@ -102,17 +102,20 @@ class PoolHashMap(BlockHashToBlockMap):
         cdef Holder holder
         cdef Key wanted
         cdef block_id_t id = pool.check_id(block_id)
+        cdef RemovedRun removed = pool.departure_log()
+        block = pool.handle(id)
         if not pool.look_up(key, &wanted, &holder) or not registry.find_held_by(
             &pool.core, &wanted, id, &holder
         ):
             return None
-        pool.emit_departure(holder)
+        pool.log_departure(holder, removed)
         if holder.extra == NO_RECORD:
             registry.unlink(&pool.core, holder)
             pool.core.blocks.keys[id].space |= LOOSE_FLAG
         else:
             registry.drop_extra(&pool.core, holder)
-        return pool.handle(id)
+        pool.emit_removed(removed, False)
+        return block
 
     def __len__(self):
         cdef BlockPool pool = self._pool

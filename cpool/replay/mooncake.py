@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from cpool.replay.block_size import NUM_SAMPLES, infer_block_size
 from cpool.replay.records import MAX_HASH_ID, Request, Trace, TraceError, check_num_blocks
-from cpool.replay.source import UNPACK_ERRORS, HashingReader
+from cpool.replay.source import MAX_LINE_BYTES, UNPACK_ERRORS, HashingReader
 
 
 def parse_line(line: bytes) -> Request:
@@ -102,7 +102,7 @@ def read_jsonl(
 
 class _LineReader:
     def __init__(self, lines: io.BufferedReader, name: str, skip_bad: bool) -> None:
-        self._numbered = enumerate(lines, 1)
+        self._numbered = enumerate(iter(lambda: lines.readline(MAX_LINE_BYTES + 1), b""), 1)
         self._name = name
         self._skip_bad = skip_bad
         self.num_skipped = 0
@@ -117,6 +117,8 @@ class _LineReader:
             except UNPACK_ERRORS as error:
                 # Nothing after this point can be read, so there is nothing to skip to.
                 raise TraceError(f"{self._name}, after line {number}: {error}") from error
+            if len(line) > MAX_LINE_BYTES:
+                raise TraceError(f"{self._name}, line {number}: longer than {MAX_LINE_BYTES} bytes")
             if line.isspace():
                 continue
             try:

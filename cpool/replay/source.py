@@ -29,6 +29,10 @@ def _zstd_errors() -> tuple[type[Exception], ...]:
 
 
 STDIN = "-"
+# The longest line of a trace, and the longest file of one session: a few packed bytes can stand
+# for any number of them.
+MAX_LINE_BYTES = 1 << 26
+MAX_SESSION_BYTES = 1 << 28
 # What a damaged archive makes the unpackers raise.
 UNPACK_ERRORS = (EOFError, OSError, lzma.LZMAError, zlib.error, *_zstd_errors())
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from cpool.replay.mooncake import count, hash_id_array
 from cpool.replay.records import Request, Trace, TraceError, check_num_blocks
-from cpool.replay.source import UNPACK_ERRORS, HashingReader
+from cpool.replay.source import MAX_SESSION_BYTES, UNPACK_ERRORS, HashingReader
 
 # Ids count from 1 in each session; a table by id would otherwise be too large.
 _MAX_ID = 1 << 27
@@ -37,13 +37,25 @@ class _Timed(NamedTuple):
 class _Ids:
     """Global ids, dense, in the order of first use; ids of one space keep their meaning."""
 
-    def __init__(self) -> None:
+    def __init__(self, timed: list[_Timed]) -> None:
         self._tables: dict[int, NDArray[np.int64]] = {}
         self._num_ids = 0
+        # Of spaces with few ids that are large: those ids, sorted. A table as long as the
+        # largest one would take memory out of proportion to the trace.
+        self._sparse: dict[int, NDArray[np.int64]] = {}
+        by_space: dict[int, list[NDArray[np.int64]]] = {}
+        for each in timed:
+            if len(each.request.hash_ids):
+                by_space.setdefault(each.id_space, []).append(each.request.hash_ids)
+        for id_space, lists in by_space.items():
+            if max(int(ids.max()) for ids in lists) > 8 * sum(map(len, lists)) + 1024:
+                self._sparse[id_space] = np.unique(np.concatenate(lists))
 
     def globalise(self, id_space: int, local: NDArray[np.int64]) -> NDArray[np.int64]:
         if not len(local):
             return local
+        if id_space in self._sparse:
+            local = np.searchsorted(self._sparse[id_space], local)
         table = self._tables.get(id_space, np.empty(0, dtype=np.int64))
         if local.max() >= len(table):
             grown = np.full(max(int(local.max()) + 1, 2 * len(table)), -1, dtype=np.int64)
@@ -101,7 +113,7 @@ class SessionReader:
         return block_size, list(_flatten(requests, 0.0))
 
     def requests(self) -> Iterator[Request]:
-        ids = _Ids()
+        ids = _Ids(self._timed)
         # The sort is stable: at equal times the order is that of sessions, then of positions.
         for timed in sorted(self._timed, key=lambda timed: timed.seconds):
             hash_ids = ids.globalise(timed.id_space, timed.request.hash_ids)
@@ -117,7 +129,10 @@ def read_session(
     raw: HashingReader, stream: IO[bytes], name: str, block_size: int | None, skip_bad: bool
 ) -> Trace:
     """Open the JSON file of one session."""
-    return _trace(name, [(name, stream.read())], block_size, skip_bad, raw.sha256)
+    text = stream.read(MAX_SESSION_BYTES + 1)
+    if len(text) > MAX_SESSION_BYTES:
+        raise TraceError(f"{name}: longer than {MAX_SESSION_BYTES} bytes")
+    return _trace(name, [(name, text)], block_size, skip_bad, raw.sha256)
 
 
 def read_tar(
@@ -126,11 +141,15 @@ def read_tar(
     """Open a tar of session files; nothing is unpacked to disk."""
     try:
         with tarfile.open(fileobj=stream, mode="r|") as archive:
-            members = [
-                (member.name, file.read())
-                for member in archive
-                if member.name.endswith(".json") and (file := archive.extractfile(member))
-            ]
+            members = []
+            for member in archive:
+                if not member.name.endswith(".json") or not member.isfile():
+                    continue
+                if member.size > MAX_SESSION_BYTES:
+                    raise TraceError(
+                        f"{name}: {member.name:.80} is longer than {MAX_SESSION_BYTES} bytes"
+                    )
+                members.append((member.name, archive.extractfile(member).read()))
     except (tarfile.TarError, *UNPACK_ERRORS) as error:
         raise TraceError(f"{name}: damaged archive: {error}") from error
     return _trace(name, members, block_size, skip_bad, raw.sha256)
@@ -170,8 +189,10 @@ def _trace(
     )
 
 
-def _by_number(name: str) -> tuple[list[int], str]:
-    return [int(digits) for digits in re.findall(r"\d+", Path(name).name)], name
+def _by_number(name: str) -> tuple[list[tuple[int, str]], str]:
+    """Sorts by the numbers in a name, of any length."""
+    numbers = [digits.lstrip("0") for digits in re.findall(r"[0-9]+", Path(name).name)]
+    return [(len(digits), digits) for digits in numbers], name
 
 
 def _flatten(records: list[Any], offset: float) -> Iterator[tuple[float, Any]]:

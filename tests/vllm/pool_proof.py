@@ -70,5 +70,6 @@ def pytest_collectreport(report):
         write({"test": report.nodeid, "outcome": "collection failed", "seconds": 0})
 
 
-def pytest_unconfigure(config):
-    write({"pools": dict(pools_built), "pid": os.getpid()})
+def pytest_sessionfinish(session):
+    # Later would be too late: a worker of xdist may be killed once it has finished its session.
+    write({"pools": dict(pools_built), "complete": "PYTEST_XDIST_WORKER" not in os.environ})

@@ -27,14 +27,17 @@ TEST_SETS = {
     "connector": ["tests/v1/kv_connector/unit"],
 }
 TEST_SETS["all"] = [pattern for patterns in TEST_SETS.values() for pattern in patterns]
+# This repository's own tests of cpool.vllm: they compare stock and cpool themselves.
+OWN = "own"
 
 SECONDS_PER_TEST = 300
+HERE = Path(__file__).resolve().parent
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--version", default="0.32.0", help="of vLLM (default: %(default)s)")
-    parser.add_argument("--set", dest="sets", action="append", choices=list(TEST_SETS))
+    parser.add_argument("--set", dest="sets", action="append", choices=[*TEST_SETS, OWN])
     parser.add_argument("--tests", nargs="+", metavar="PATH", help="instead of a set")
     parser.add_argument("--workers", type=int, default=1, help="pytest-xdist workers")
     parser.add_argument("--stock-only", action="store_true", help="stop after the first run")
@@ -46,47 +49,57 @@ def parse_arguments() -> argparse.Namespace:
         help="names of tests that pass on stock, instead of a run on stock",
     )
     parser.add_argument("--write-list", type=Path, metavar="FILE", help="write such a list")
-    parser.add_argument(
-        "--own-tests",
-        action="store_true",
-        help="run this repository's tests of cpool.vllm in that environment instead",
-    )
     parser.add_argument("--python", type=Path, help="of a ready environment with this vLLM")
     parser.add_argument("--archive", type=Path, help="vLLM's source archive, if at hand")
     parser.add_argument(
         "--cpool",
         type=Path,
         metavar="DIR",
-        help="folder to import cpool from (default: this repository, installed afresh)",
+        help="folder to import cpool from (default: this repository, installed into the "
+        "environment)",
     )
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    arguments.sets = arguments.sets or ["core", "offload"]
+    return arguments
 
 
 def find_tests(suite: Path, arguments: argparse.Namespace) -> list[str]:
     if arguments.tests:
         return arguments.tests
     tests: list[str] = []
-    for name in arguments.sets or ["core", "offload"]:
-        for pattern in TEST_SETS[name]:
+    for name in arguments.sets:
+        for pattern in TEST_SETS.get(name, ()):
             tests += sorted(str(path.relative_to(suite)) for path in suite.glob(pattern))
     return list(dict.fromkeys(tests))
 
 
-def run_suite(
-    python: Path, suite: Path, tests: list[str], results: Path, workers: int, cpool: Path | None
-) -> None:
-    """Runs ``tests`` on cpool, or on stock if ``cpool`` is None, and records them."""
-    results.parent.mkdir(parents=True, exist_ok=True)
-    results.unlink(missing_ok=True)
-    here = Path(__file__).resolve().parent
-    search_path = [str(here)] if cpool is None else [str(here), str(cpool)]
-    settings = {
-        "CPOOL_SUITE_POOL": "stock" if cpool is None else "cpool",
-        "CPOOL_SUITE_RESULTS": str(results),
+def settings_for(cpool: Path | None) -> dict[str, str]:
+    """Returns environment variables that every run needs."""
+    search_path = filter(None, [HERE, cpool and cpool.absolute()])
+    return {
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(search_path),
+        "PYTHONPATH": os.pathsep.join(map(str, search_path)),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+
+
+def run_suite(
+    python: Path,
+    suite: Path,
+    tests: list[str],
+    results: Path,
+    workers: int,
+    pool: str,
+    cpool: Path | None = None,
+) -> None:
+    """Runs ``tests`` on ``pool``, which is "stock" or "cpool", and records them."""
+    results.parent.mkdir(parents=True, exist_ok=True)
+    results.unlink(missing_ok=True)
+    settings = settings_for(cpool) | {
+        "CPOOL_DISABLE": "1" if pool == "stock" else "0",
+        "CPOOL_SUITE_POOL": pool,
+        "CPOOL_SUITE_RESULTS": str(results),
     }
     command = [
         str(python),
@@ -104,7 +117,7 @@ def run_suite(
     if workers > 1:
         command += ["-n", str(workers), "--dist", "loadfile"]
     log = results.with_suffix(".log")
-    print(f"running on {settings['CPOOL_SUITE_POOL']} (log: {log})", flush=True)
+    print(f"running on {pool} (log: {log})", flush=True)
     # pytest reads arguments from a file, as a command line has no room for thousands of names.
     names = results.with_suffix(".tests")
     names.write_text("".join(f"{test}\n" for test in tests))
@@ -120,19 +133,16 @@ def run_suite(
         )
 
 
-def run_own_tests(python: Path, cpool: Path) -> int:
-    """Runs the test files beside this one, the slow ones too; returns pytest's exit code."""
-    here = Path(__file__).resolve().parent
-    settings = {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(here), str(cpool)]),
-    }
+def run_own_tests(python: Path, folder: Path, cpool: Path | None) -> int:
+    """Runs this repository's tests that need a vLLM, slow ones too; returns pytest's exit code."""
     command = [
-        *(str(python), "-m", "pytest", "-p", "no:cacheprovider"),
-        *("-m", "slow or not slow", str(here)),
+        *(str(python), "-m", "pytest", "-p", "no:cacheprovider", "-m", "slow or not slow"),
+        *(str(HERE), str(HERE.parent / "test_hashing_vllm.py")),
     ]
     # Not from the repository's root: its sources must not stand in for the installed package.
-    return subprocess.run(command, cwd=cpool, env=os.environ | settings, check=False).returncode
+    return subprocess.run(
+        command, cwd=folder, env=os.environ | settings_for(cpool), check=False
+    ).returncode
 
 
 def read_results(results: Path) -> tuple[dict[str, str], dict[str, int]]:
@@ -157,10 +167,11 @@ def passing_on_stock(
         names = arguments.known_list.read_text().splitlines()
         known = {name for name in names if name and not name.startswith("#")}
         return {name for name in known if any(name.startswith(test.rstrip("/")) for test in tests)}
-    label = "-".join(arguments.sets or ["core", "offload"]) if not arguments.tests else "chosen"
+    sets = [name for name in arguments.sets if name != OWN]
+    label = "chosen" if arguments.tests else "-".join(sets)
     results = folder / "runs" / f"stock-{label}.jsonl"
     if arguments.rerun_stock or arguments.tests or not is_complete(results):
-        run_suite(python, suite, tests, results, arguments.workers, cpool=None)
+        run_suite(python, suite, tests, results, arguments.workers, "stock")
     outcomes, pools = read_results(results)
     passed = {test for test, outcome in outcomes.items() if outcome == "passed"}
     print(
@@ -171,8 +182,8 @@ def passing_on_stock(
 
 
 def is_complete(results: Path) -> bool:
-    """Whether a recorded run came to its end, where it writes down the pools it built."""
-    return results.exists() and '"pools"' in results.read_text()
+    """Whether a recorded run came to its end."""
+    return results.exists() and '"complete": true' in results.read_text()
 
 
 def write_list(path: Path, version: str, passed: set[str]) -> None:
@@ -180,39 +191,28 @@ def write_list(path: Path, version: str, passed: set[str]) -> None:
     path.write_text(header + "".join(f"{name}\n" for name in sorted(passed)))
 
 
-def main() -> int:
-    arguments = parse_arguments()
-    folder = environment.cache_folder() / arguments.version
-    folder.mkdir(parents=True, exist_ok=True)
-    # Not resolved: a virtual environment is known by the path of its Python.
-    python = arguments.python or environment.make_venv(arguments.version, folder)
-    archive = arguments.archive or environment.fetch_source(arguments.version, folder)
-    suite = environment.unpack_suite(archive, folder)
+def compare(arguments: argparse.Namespace, python: Path, suite: Path, folder: Path) -> int:
+    """Runs vLLM's tests on stock, if need be, and on cpool; returns an exit code."""
     tests = find_tests(suite, arguments)
     if not tests:
         print(f"vLLM {arguments.version} has none of these tests")
         return 1
-
-    if arguments.own_tests:
-        cpool = arguments.cpool or environment.install_cpool(python, folder)
-        return run_own_tests(python.absolute(), cpool.absolute())
-
-    expected = passing_on_stock(arguments, python.absolute(), suite, folder, tests)
+    expected = passing_on_stock(arguments, python, suite, folder, tests)
     if arguments.write_list:
         write_list(arguments.write_list, arguments.version, expected)
     if arguments.stock_only:
         return 0
 
-    cpool = arguments.cpool or environment.install_cpool(python, folder)
     results = folder / "runs" / "cpool.jsonl"
     # What fails on stock, for want of a model or a device, is no measure.
     names = sorted(expected)
-    run_suite(python.absolute(), suite, names, results, arguments.workers, cpool.absolute())
+    run_suite(python, suite, names, results, arguments.workers, "cpool", arguments.cpool)
     outcomes, pools = read_results(results)
     missing = sorted(name for name in expected if outcomes.get(name) != "passed")
     print(
         f"cpool: {len(expected) - len(missing)} of the {len(expected)} tests that pass on stock "
-        f"passed; pools built: {pools['cpool']} by cpool, {pools['stock']} by stock"
+        f"passed; pools built: {pools['cpool']} by cpool, {pools['stock']} by stock",
+        flush=True,
     )
     for name in missing:
         print(f"{outcomes.get(name, 'not run')}: {name}")
@@ -220,6 +220,23 @@ def main() -> int:
         print("the tests did not run on cpool's pool alone")
         return 1
     return 1 if missing else 0
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    folder = environment.cache_folder() / arguments.version
+    folder.mkdir(parents=True, exist_ok=True)
+    # Not resolved: a virtual environment is known by the path of its Python.
+    python = (arguments.python or environment.make_venv(arguments.version, folder)).absolute()
+    if not (arguments.stock_only or arguments.cpool):
+        environment.install_cpool(python)
+    code = 0
+    if arguments.tests or arguments.sets != [OWN]:
+        suite = environment.unpack_suite(arguments.version, folder, arguments.archive)
+        code = compare(arguments, python, suite, folder)
+    if OWN in arguments.sets:
+        code = run_own_tests(python, folder, arguments.cpool) or code
+    return code
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs a vLLM: tests/vllm/run --own-tests")
 
-from cpool.vllm.request import RequestHasher, append_method
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
@@ -17,6 +16,7 @@ from vllm.v1.request import Request
 
 from cpool.hashing import ALGORITHMS
 from cpool.vllm.hashing import get_request_block_hasher, replace_methods, stock_request_block_hasher
+from cpool.vllm.request import RequestHasher, append_method
 
 STOCK = Request.append_output_token_ids
 OURS = append_method(Request, STOCK)

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each allocation of each operation is refused in turn, those of Python objects too.
+
+`test_failures.py` refuses the pool's own arrays one by one. Here CPython's allocators refuse,
+so lists, integers, handles and events run out as well.
+"""
+
+import gc
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cpool
+
+from .support import dump, event_fields, image, lora, make_request
+
+testcapi = pytest.importorskip("_testcapi", reason="needs CPython's hook that refuses memory")
+
+CHAIN = make_request(8, cache_salt="salt", lora_request=lora(), mm_features=[image("a", 0, 9)])
+WIDE = bytes(range(64))
+# CPython and numpy can do without some allocations: that many runs in a row must get through.
+ENOUGH_SUCCESSES = 8
+
+MODES: dict[str, dict[str, bool]] = {
+    "no events": {},
+    "events": {"enable_kv_cache_events": True},
+    "truthful events": {"enable_kv_cache_events": True, "truthful_events": True},
+    "detailed snapshots": {"enable_kv_cache_events": True, "detailed_snapshots": True},
+}
+
+
+def make_pool(mode: str) -> Any:
+    """Blocks 1 to 9 held: 1 to 3 with full keys, 4 a copy of 1, 5 and 6 with extra keys.
+
+    Block 9 was registered by its id, so that a compact run waits among the events.
+    """
+    pool = cpool.BlockPool(14, True, 4, **MODES[mode])
+    blocks = pool.get_new_blocks(9)
+    pool.cache_full_blocks(CHAIN, blocks, 0, 3, 4, 0)
+    pool.cache_full_blocks(CHAIN, blocks[3:], 0, 1, 4, 0)
+    for block in blocks[4:6]:
+        pool.cache_partial_block(CHAIN, block, 12, 1, 16)
+        pool.cache_partial_block(CHAIN, block, 8, 1, 16)
+    pool.cache_full_ids([9], CHAIN.block_hashes[6:7], 2, 4, 6)
+    return pool
+
+
+def blocks_of(pool: Any, *ids: int) -> list[Any]:
+    return [pool.blocks[i] for i in ids]
+
+
+OPERATIONS: dict[str, Callable[[Any], Any]] = {
+    "get_new_blocks": lambda pool: pool.get_new_blocks(4),
+    "get_new_block_ids": lambda pool: pool.get_new_block_ids(4),
+    "touch": lambda pool: pool.touch(blocks_of(pool, 1, 12)),
+    "touch_ids": lambda pool: pool.touch_ids([1, 12]),
+    "free_blocks": lambda pool: pool.free_blocks(blocks_of(pool, 5, 8)),
+    "free_ids": lambda pool: pool.free_ids([5, 8]),
+    "unpin_blocks": lambda pool: pool.unpin_blocks(blocks_of(pool, 5, 8), print),
+    "evict_blocks": lambda pool: pool.evict_blocks([1, 5]),
+    "evict_ids": lambda pool: pool.evict_ids([1, 5]),
+    "evicting allocation": lambda pool: pool.get_new_blocks(5),
+    "cache_full_blocks": lambda pool: pool.cache_full_blocks(
+        CHAIN, blocks_of(pool, 1, 2, 3, 7, 8), 3, 5, 4, 0
+    ),
+    "cache_full_ids": lambda pool: pool.cache_full_ids(
+        [7, 8], CHAIN.block_hashes[3:5], 0, 4, 3, token_ids=range(8)
+    ),
+    "promotion": lambda pool: pool.cache_full_blocks(CHAIN, blocks_of(pool, 5), 0, 1, 16, 1),
+    "cache_partial_block": lambda pool: pool.cache_partial_block(CHAIN, pool.blocks[7], 8, 0, 16),
+    "an extra key": lambda pool: pool.cache_partial_block(CHAIN, pool.blocks[5], 4, 1, 16),
+    "a longer key": lambda pool: pool.cache_partial_block(CHAIN, pool.blocks[5], 16, 1, 16),
+    "cache_partial_id": lambda pool: pool.cache_partial_id(7, CHAIN.block_hashes[0], 4, 2),
+    "_insert_block_hash": lambda pool: pool._insert_block_hash(bytes(36), pool.blocks[7], None),
+    "a wider key": lambda pool: pool._insert_block_hash(WIDE, pool.blocks[7], 4),
+    "_maybe_evict_cached_block": lambda pool: pool._maybe_evict_cached_block(pool.blocks[5]),
+    "move_block_hashes": lambda pool: pool.move_block_hashes(*blocks_of(pool, 5, 7)),
+    "move_ids": lambda pool: pool.move_ids(5, 7),
+    "set_block_hash": lambda pool: pool.blocks[7].set_block_hash(bytes(36), 8),
+    "emit_cached_block_events": lambda pool: pool.emit_cached_block_events(CHAIN, 2, 4, 0),
+    "take_events": lambda pool: pool.take_events(),
+    "take_event_runs": lambda pool: pool.take_event_runs(),
+    "find_ids": lambda pool: pool.find_ids(CHAIN.block_hashes, 0),
+    "find_prefix_ids": lambda pool: pool.find_prefix_ids(CHAIN.block_hashes, 0),
+    "find_full_ids": lambda pool: pool.find_full_ids(CHAIN.block_hashes, 1, 4),
+    "get_cached_block": lambda pool: pool.get_cached_block(CHAIN.block_hashes[0], [0]),
+    "registrations": lambda pool: pool.registrations(5),
+    "free_queue_ids": lambda pool: pool.free_queue_ids(),
+}
+
+
+def evicting(pool: Any) -> Any:
+    pool.free_ids([1, 2, 4, 5, 6])
+    pool.get_new_block_ids(4)
+    return pool
+
+
+def all_free(pool: Any) -> Any:
+    pool.free_ids(range(1, 10))
+    return pool
+
+
+PREPARED: dict[str, Callable[[Any], Any]] = {
+    "evicting allocation": evicting,
+    "reset_prefix_cache": all_free,
+}
+OPERATIONS["reset_prefix_cache"] = lambda pool: pool.reset_prefix_cache()
+
+
+# CPython and numpy themselves raise SystemError where they return NULL and set no error.
+NO_MEMORY = (MemoryError, SystemError)
+
+
+def state_and_events(pool: Any) -> tuple[dict[str, Any], list[Any]]:
+    """What the pool holds, and the events that it hands out."""
+    state = dump(pool)
+    del state["events"]
+    return state, [event_fields(event) for event in pool.take_events()]
+
+
+def snapshot_of(pool: Any) -> list[Any]:
+    """A batch that makes up for lost events."""
+    runs = pool.take_event_runs(snapshot=True)
+    return [event_fields(event) for event in [runs[0], *runs[1]]]
+
+
+# They need no memory, or only for the events that a snapshot can replace.
+CANNOT_FAIL = {"move_ids", "take_events", "take_event_runs", "reset_prefix_cache"}
+CANNOT_FAIL_WHEN = {
+    ("cache_partial_id", "no events"),
+    ("emit_cached_block_events", "no events"),
+    ("emit_cached_block_events", "truthful events"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_refused_allocation_changes_nothing(name: str, mode: str) -> None:
+    """Or the call succeeds; if then an event could not be made, a snapshot takes its place."""
+    operation = OPERATIONS[name]
+    prepare = PREPARED.get(name, lambda pool: pool)
+    expected = []
+    for call in (lambda pool: None, operation):
+        pool = prepare(make_pool(mode))
+        call(pool)
+        state, events = state_and_events(pool)
+        expected.append([(state, events), (state, snapshot_of(pool) if events else [])])
+    number = num_successes = num_failures = 0
+    while num_successes < ENOUGH_SUCCESSES:
+        assert number < 500, "500 refusals and no end"
+        pool = prepare(make_pool(mode))
+        gc.disable()
+        testcapi.set_nomemory(number, number + 1)
+        try:
+            operation(pool)
+            has_failed = False
+        except NO_MEMORY:
+            has_failed = True
+        finally:
+            testcapi.remove_mem_hooks()
+            gc.enable()
+        pool.check_consistency()
+        found = state_and_events(pool)
+        if has_failed:
+            num_failures += 1
+            operation(pool)
+            assert state_and_events(pool)[0] == expected[1][0][0], f"allocation {number}"
+            pool.check_consistency()
+        assert found in expected[not has_failed], f"allocation {number}"
+        num_successes = 0 if has_failed else num_successes + 1
+        number += 1
+    assert num_failures > 0 or name in CANNOT_FAIL or (name, mode) in CANNOT_FAIL_WHEN
+
+
+def refuse_each(call: Callable[[], Any], check: Callable[[], Any]) -> int:
+    """Call with one allocation refused after the other; ``check`` after each failure.
+
+    Files and modules of the standard library turn a refusal into errors of many kinds.
+    """
+    number = num_successes = num_failures = 0
+    while num_successes < ENOUGH_SUCCESSES:
+        assert number < 5000, "5000 refusals and no end"
+        gc.disable()
+        testcapi.set_nomemory(number, number + 1)
+        try:
+            call()
+            has_failed = False
+        except Exception:
+            has_failed = True
+        finally:
+            testcapi.remove_mem_hooks()
+            gc.enable()
+        number += 1
+        num_successes = 0 if has_failed else num_successes + 1
+        num_failures += has_failed
+        if has_failed:
+            check()
+    return num_failures
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files in /proc")
+def test_a_save_without_memory_leaves_the_old_file(tmp_path: Path) -> None:
+    pool, path = make_pool("events"), tmp_path / "pool"
+    pool.save(path)
+    content, before, num_open = path.read_bytes(), dump(pool), open_descriptors()
+
+    def check() -> None:
+        assert path.read_bytes() == content
+        assert list(tmp_path.iterdir()) == [path]
+        assert open_descriptors() == num_open
+
+    assert refuse_each(lambda: pool.save(path), check) > 20
+    assert dump(pool) == before
+    assert dump(cpool.BlockPool.load(path)) == {**before, "events": []}
+
+
+def test_a_load_without_memory_makes_no_pool(tmp_path: Path) -> None:
+    path = tmp_path / "pool"
+    pool = make_pool("events")
+    pool.save(path)
+    loaded: list[Any] = []
+    assert refuse_each(lambda: loaded.append(cpool.BlockPool.load(path)), lambda: None) > 20
+    expected = {**dump(pool), "events": []}
+    assert all(dump(each) == expected for each in loaded)
+    for each in loaded:
+        each.check_consistency()
