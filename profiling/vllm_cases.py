@@ -7,6 +7,7 @@ same on every pool. Nothing here knows whose pool it is: this is vLLM's own inte
 """
 
 import gc
+import importlib
 import json
 import os
 import random
@@ -169,7 +170,7 @@ case("miss", "get_cached_block, miss", "call")(lambda: look_up(True))
 
 def allocate(aged):
     """Take blocks that are all registered, 64 a call; afterwards they go back as they were."""
-    pool, hashes = full_pool(aged)
+    pool, _ = full_pool(aged)
     rng = random.Random(5)
     while True:
 
@@ -502,8 +503,8 @@ def main():
     # Whatever a library prints must not get between the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    import vllm.v1.core.kv_cache_manager
-
+    # All that vLLM's side needs is there before cpool comes, as in an engine.
+    importlib.import_module("vllm.v1.core.kv_cache_manager")
     if sys.argv[1] == "cpool":
         import cpool.vllm
 

@@ -176,37 +176,54 @@ cdef class HashBatch:
         )
 
 
-cdef int check_width(object width) except -1:
+cdef inline int check_width(Py_ssize_t width) except -1:
     if not 1 <= width <= MAX_HASH_BYTES:
         raise ValueError(f"a hash must have 1 to {MAX_HASH_BYTES} bytes, not {width}")
     return 0
 
 
-cdef object hashes_as_rows(object hashes):
-    # A sequence of equally long bytes as (n, width) uint8.
+cdef HashBatch join_hashes(object hashes, Py_ssize_t expected, uint32_t known_width):
+    # As read_hashes, for a sequence of equally long bytes.
+    cdef HashBatch batch = HashBatch.__new__(HashBatch)
+    cdef Py_ssize_t width = 0, i
+    cdef list rows
+    cdef char* place
     if isinstance(hashes, (str, dict)):
         raise TypeError(f"hashes must be bytes, not {type(hashes).__name__}")
     rows = hashes if type(hashes) is list else list(hashes)
-    if not rows:
-        return np.empty((0, 1), dtype=np.uint8)
-    for i, row in enumerate(rows):
+    for i in range(len(rows)):
+        row = rows[i]
         if not isinstance(row, bytes):
             raise TypeError(
                 f"hashes must be bytes: position {i} holds a {type(row).__name__}"
             )
-        if len(row) != len(rows[0]):
+        if i == 0:
+            width = PyBytes_GET_SIZE(row)
+            check_width(width)
+        elif PyBytes_GET_SIZE(row) != width:
             raise ValueError(
-                f"hash at position {i} has {len(row)} bytes, the first one {len(rows[0])}"
+                f"hash at position {i} has {PyBytes_GET_SIZE(row)} bytes, the first one {width}"
             )
-    check_width(len(rows[0]))
-    return np.frombuffer(b"".join(rows), dtype=np.uint8).reshape(len(rows), len(rows[0]))
+    batch.count = len(rows)
+    batch.kept = PyBytes_FromStringAndSize(NULL, width * len(rows))
+    place = PyBytes_AS_STRING(batch.kept)
+    for i in range(len(rows)):
+        memcpy(place, PyBytes_AS_STRING(rows[i]), width)
+        place += width
+    batch.rows = <const uint8_t*>PyBytes_AS_STRING(batch.kept)
+    batch.width = <uint32_t>width if rows else (known_width if known_width else 32)
+    batch.row_bytes = batch.width
+    return check_rows(batch, expected)
 
 
 cdef HashBatch read_hashes(object hashes, Py_ssize_t expected, uint32_t known_width):
     # `expected` rows, or -1 for any number. A flat buffer is cut into rows by the number
     # expected, else by `known_width` (of the pool's keys), else by 32.
-    cdef HashBatch batch = HashBatch.__new__(HashBatch)
+    cdef HashBatch batch
     cdef Py_ssize_t length
+    if type(hashes) is list:
+        return join_hashes(hashes, expected, known_width)
+    batch = HashBatch.__new__(HashBatch)
     if is_array(hashes, numpy.NPY_UINT8, 2) and is_row_array(<numpy.ndarray>hashes):
         batch.kept = hashes
         batch.count = numpy.PyArray_DIM(<numpy.ndarray>hashes, 0)
@@ -215,7 +232,7 @@ cdef HashBatch read_hashes(object hashes, Py_ssize_t expected, uint32_t known_wi
         batch.rows = <const uint8_t*>numpy.PyArray_DATA(<numpy.ndarray>hashes)
         return check_rows(batch, expected)
     if not PyObject_CheckBuffer(hashes):
-        hashes = hashes_as_rows(hashes)
+        return join_hashes(hashes, expected, known_width)
     batch.kept = hashes
     PyObject_GetBuffer(hashes, &batch.view, PyBUF_STRIDED_RO | PyBUF_FORMAT)
     batch.has_view = True
@@ -317,6 +334,12 @@ cdef object check_length(object items, size_t count, str what):
 
 cdef int64_t read_count(object value, object what, int64_t low, int64_t high) except -1:
     # An integer in [low, high], or an error that names it.
+    cdef int overflow = 0
+    cdef long long small
+    if type(value) is int:
+        small = PyLong_AsLongLongAndOverflow(value, &overflow)
+        if not overflow and low <= small <= high:
+            return small
     if isinstance(value, (bool, float)) or not hasattr(value, "__index__"):
         raise TypeError(f"{what} must be an integer, not {type(value).__name__}")
     number = value.__index__()
@@ -326,8 +349,6 @@ cdef int64_t read_count(object value, object what, int64_t low, int64_t high) ex
 
 
 cdef uint32_t read_group(object group) except? 0xFFFFFFFF:
-    if type(group) is int and 0 <= group <= 0xFFFFFFFF:
-        return group
     return <uint32_t>read_count(group, "kv_cache_group_id", 0, 0xFFFFFFFF)
 
 

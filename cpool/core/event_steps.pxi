@@ -241,16 +241,16 @@ cdef class RegistrationLog:
 
     cdef void registered(self, size_t i, bint is_new) noexcept:
         # For the truthful stream only.
-        if self.failure is None:
+        if is_new and self.start < self.stop and self.stop == i and self.follows(i):
+            self.stop = i + 1
+        elif self.failure is None:
             try:
                 self.add_row(i, is_new)
             except BaseException as error:
                 self.failure = error
 
     cdef int add_row(self, size_t i, bint is_new) except -1:
-        if is_new and self.start < self.stop and self.stop == i and self.follows(i):
-            self.stop = i + 1
-            return 0
+        # A row that does not go on with the run before it.
         self.close()
         if is_new:
             self.start = i

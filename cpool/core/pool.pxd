@@ -174,7 +174,7 @@ cdef class RegistrationLog:
 
 
 cdef enum:
-    PAGE_HANDLES = 64
+    PAGE_HANDLES = 16
 
 
 cdef struct HandlePage:
@@ -196,7 +196,7 @@ cdef class KVCacheBlock:
 
 cdef class BlockPool:
     cdef Core core
-    cdef Array pages_array          # HandlePage* per 64 blocks, from the first handle on
+    cdef Array pages_array          # HandlePage* per 16 blocks, from the first handle on
     cdef HandlePage** pages         # NULL where no handle lives
     cdef uint32_t num_pages
     cdef uint32_t num_allocating    # calls whose blocks have left the queue and await callbacks
@@ -252,6 +252,7 @@ cdef class BlockPool:
     cdef bint evict(self, block_id_t id) except -1
     cdef int touch_run(self, const block_id_t* ids, size_t count) except -1
     cdef IdBuffer buffer_of(self, object blocks)
+    cdef bint read_own(self, list items, block_id_t* ids) noexcept
     cdef int release(self, IdBuffer buffer, bint hashed_last, bint all_last) except -1
     cdef int release_in_turn(self, dict by_pool) except -1
     cdef object hash_sequence(self, object request, uint64_t block_size, Py_ssize_t* scale)
@@ -267,9 +268,9 @@ cdef class BlockPool:
         self, const block_id_t* ids, const uint64_t* ends, HashBatch batch, size_t first,
         size_t total, uint32_t group, RegistrationLog log,
     ) except -1
-    cdef int register_logged(
+    cdef void register_logged(
         self, batches.Registrations* rows, size_t first, RegistrationLog log
-    ) except -1
+    ) noexcept
     cdef void note_width(self, uint32_t width) noexcept
     cdef uint32_t num_page_slots(self) noexcept
     cdef int check_batch_width(self, HashBatch rows) except -1

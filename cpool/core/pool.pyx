@@ -52,6 +52,9 @@ from cpool.core.standalone import BlockHashToBlockMap, FreeKVCacheBlockQueue
 
 cdef extern from *:
     bint CPOOL_DEBUG
+    long long PyLong_AsLongLongAndOverflow(object number, int* overflow) except? -1
+    PyObject* PyList_GET_ITEM(list items, Py_ssize_t index) noexcept
+    PyObject* Py_TYPE(PyObject* object) noexcept
     void PyObject_GC_UnTrack(void* object)
     # Objects made between a check and its commit could start the garbage collector, and then
     # the __del__ of anything could call the pool. So there it is off.
@@ -62,6 +65,7 @@ cdef enum:
     NULL_BLOCK = 0
     MAX_REF_CNT = 0x7FFFFFFF
     STEP = 1024                     # registrations that memory is reserved for at once
+    FEW = 128                       # block ids for which a call has room of its own
     CHECKED_UP_TO_BLOCKS = 4096     # debug builds check pools of this size after each operation
 
 cdef object STATE_DTYPE = np.dtype([("prev", "<u4"), ("next", "<u4"), ("ref_cnt", "<i4")])
@@ -77,6 +81,12 @@ include "snapshot.pxi"
 include "handles.pxi"
 include "views.pxi"
 include "save.pxi"
+
+
+cdef inline object hash_at(object hashes, Py_ssize_t index):
+    if type(hashes) is list and index < len(<list>hashes):
+        return (<list>hashes)[index]
+    return hashes[index]
 
 
 cdef inline object new_array(Py_ssize_t count, int type_number):
@@ -288,8 +298,12 @@ cdef class BlockPool:
 
     cdef block_id_t check_id(self, object block_id) except? 0xFFFFFFFF:
         cdef uint32_t num_blocks = self.core.blocks.num_blocks
-        if type(block_id) is int and 0 <= block_id < num_blocks:
-            return block_id
+        cdef int overflow = 0
+        cdef long long small
+        if type(block_id) is int:
+            small = PyLong_AsLongLongAndOverflow(block_id, &overflow)
+            if not overflow and 0 <= small < num_blocks:
+                return <block_id_t>small
         if isinstance(block_id, (bool, float)) or not hasattr(block_id, "__index__"):
             raise TypeError(f"a block id must be an integer, not {type(block_id).__name__}")
         id = block_id.__index__()
@@ -766,19 +780,26 @@ cdef class BlockPool:
             ValueError: Fewer are free; nothing was changed.
         """
         cdef int64_t count = read_count(num_blocks, "num_blocks", 0, (1 << 62))
+        cdef block_id_t few[2 * FEW]
+        cdef block_id_t* ids = few
+        cdef block_id_t* taken
         cdef IdBuffer buffer
         cdef list result
         cdef int64_t i
         self.check_available(count)
         if count == 0:
             return []
-        buffer = make_buffer(count)
-        head_run(&self.core, buffer.ids, count)
-        result = self.handles_of(buffer.ids, count)
-        self.allocate(buffer.ids, count, False)
+        if count > FEW:
+            buffer = make_buffer(2 * count)
+            ids = buffer.ids
+        taken = ids + count
+        head_run(&self.core, ids, count)
+        result = self.handles_of(ids, count)
+        self.allocate(taken, count, False)
         # The same blocks, unless making their handles ran a __del__ that changed the queue.
         for i in range(count):
-            result[i] = self.handle(buffer.ids[i])
+            if taken[i] != ids[i]:
+                result[i] = self.handle(taken[i])
         self.after()
         return result
 
@@ -805,8 +826,16 @@ cdef class BlockPool:
         Raises:
             ContractError: A block belongs to another pool; nothing was changed.
         """
-        cdef IdBuffer buffer = self.buffer_of(blocks)
-        self.touch_run(buffer.ids, buffer.count)
+        cdef list items = blocks if type(blocks) is list else list(blocks)
+        cdef block_id_t few[FEW]
+        cdef block_id_t* ids = few
+        cdef IdBuffer buffer
+        if len(items) > FEW:
+            buffer = make_buffer(len(items))
+            ids = buffer.ids
+        if not self.read_own(items, ids):
+            self.buffer_of(items)   # says what is wrong
+        self.touch_run(ids, len(items))
 
     def touch_ids(self, ids):
         """As `touch`, with an array of block ids."""
@@ -852,17 +881,46 @@ cdef class BlockPool:
             ContractError: A block is already free, or is named more often than it is held;
                 nothing was changed.
         """
+        cdef list items = (
+            ordered_blocks if type(ordered_blocks) is list else list(ordered_blocks)
+        )
+        cdef block_id_t few[FEW]
+        cdef block_id_t* ids = few
+        cdef IdBuffer buffer
+        if len(items) > FEW:
+            buffer = make_buffer(len(items))
+            ids = buffer.ids
+        if self.read_own(items, ids):
+            release_run(&self.core, ids, len(items), self.enable_caching, False)
+            self.after()
+        else:
+            self._free_of_any_pool(items)
+
+    cdef bint read_own(self, list items, block_id_t* ids) noexcept:
+        # The ids of blocks that are all this pool's; false if one is not.
+        cdef Py_ssize_t i
+        cdef PyObject* block
+        for i in range(len(items)):
+            block = PyList_GET_ITEM(items, i)
+            if (
+                Py_TYPE(block) != <PyObject*>KVCacheBlock
+                or (<KVCacheBlock>block).owner != <PyObject*>self
+                or (<KVCacheBlock>block).index >= self.core.blocks.num_blocks
+            ):
+                return False
+            ids[i] = (<KVCacheBlock>block).index
+        return True
+
+    def _free_of_any_pool(self, blocks):
+        # free_blocks() for blocks that are not all this pool's.
         cdef dict by_pool = {}
-        for block in ordered_blocks:
+        for block in blocks:
             if type(block) is not KVCacheBlock:
                 raise TypeError(f"expected a KVCacheBlock, not {type(block).__name__}")
             pool = block.pool
             if pool is None:
                 raise ContractError(f"block {block.block_id} does not belong to a pool")
             by_pool.setdefault(pool, []).append(block)
-        if len(by_pool) == 1 and self in by_pool:
-            self.release(self.buffer_of(by_pool[self]), self.enable_caching, False)
-            return
         self.release_in_turn(by_pool)
 
     cdef int release_in_turn(self, dict by_pool) except -1:
@@ -1020,26 +1078,34 @@ cdef class BlockPool:
         cdef TokenBuffer ends
         cdef RequestSource source = None
         cdef size_t count = 0
+        cdef Py_ssize_t i
+        cdef list selected
+        cdef block_id_t id
         if first >= last:
             return
         if last > len(blocks):
             raise ContractError(f"num_full_blocks is {last}; there are {len(blocks)} blocks")
-        selected = blocks[first:last]
+        selected = list(blocks[first:last])
         if block_mask is not None and len(block_mask) != len(selected):
             raise ContractError(
                 f"block_mask has {len(block_mask)} entries for {len(selected)} blocks"
             )
         hashes = self.hash_sequence(request, size, &scale)
         buffer = make_buffer(len(selected))
+        if not self.read_own(selected, buffer.ids):
+            self._cache_of_no_pool(
+                request, blocks, first, last, size, group, block_mask
+            )
+            return
         ends = TokenBuffer.__new__(TokenBuffer, len(selected))
         positions = [] if self.enable_kv_cache_events else None
-        for i, block in enumerate(selected):
-            id = self.own_id(block)
+        for i in range(len(selected)):
+            id = buffer.ids[i]
             if id == NULL_BLOCK or (block_mask is not None and not block_mask[i]):
                 continue
-            digests.append(hashes[(first + i + 1) * scale - 1])
+            digests.append(hash_at(hashes, (first + i + 1) * scale - 1))
             buffer.ids[count] = id
-            ends.values[count] = <uint64_t>(first + <int64_t>i + 1) * size
+            ends.values[count] = <uint64_t>(first + i + 1) * size
             if positions is not None:
                 positions.append(first + i)
             count += 1
@@ -1063,6 +1129,13 @@ cdef class BlockPool:
                 stored = source.stored(0, count, None)
         self.register_full(buffer.ids, ends.values, batch, group, size, source, stored)
         self.after()
+
+    def _cache_of_no_pool(
+        self, request, blocks, num_cached_blocks, num_full_blocks, block_size,
+        kv_cache_group_id, block_mask,
+    ):
+        # cache_full_blocks() for blocks that are not all this pool's: says which is not.
+        self.buffer_of(blocks[num_cached_blocks:num_full_blocks])
 
     cdef int register_full(
         self, const block_id_t* ids, const uint64_t* ends, HashBatch batch, uint32_t group,
@@ -1139,16 +1212,17 @@ cdef class BlockPool:
         rows.space = registry.find_space(&self.core, group, batch.width)
         rows.fetched = 0
         if log is not None:
-            return self.register_logged(&rows, first, log)
+            self.register_logged(&rows, first, log)
+            return 0
         for i in range(total):
             batches.fetch_rows(&self.core, &rows, i)
             if ids[i] != NULL_BLOCK:
                 batches.register_row(&self.core, &rows, i)
         return 0
 
-    cdef int register_logged(
+    cdef void register_logged(
         self, batches.Registrations* rows, size_t first, RegistrationLog log
-    ) except -1:
+    ) noexcept:
         cdef block_id_t id
         cdef bint is_new
         cdef size_t i
@@ -1165,7 +1239,6 @@ cdef class BlockPool:
             if self.detailed_snapshots:
                 log.note_row(first + i)
         log.note_parents(first, first + rows.count)
-        return 0
 
     def cache_full_ids(
         self,
@@ -1294,7 +1367,7 @@ cdef class BlockPool:
                 f"num_tokens is {tokens}; the request has hashes up to "
                 f"{len(hashes) * self.hash_block_size} tokens"
             )
-        digest = hashes[boundary - 1]
+        digest = hash_at(hashes, boundary - 1)
         if not isinstance(digest, bytes):
             raise TypeError(f"a block hash must be bytes, not {type(digest).__name__}")
         stored = parent = detail = None

@@ -17,7 +17,7 @@ from cpool.vllm.views import StockHashMap
 
 
 def is_guest(block: Any) -> bool:
-    return block.pool is None
+    return getattr(block, "pool", block) is None
 
 
 class HashMapWithGuests(StockHashMap):

@@ -6,7 +6,7 @@ here, named after the last release that did it that way.
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -117,38 +117,31 @@ class VllmBlockPool(cpool.BlockPool):
         """The table behind the interface of stock's map, private dict included."""
         return StockHashMap(self)
 
-    def cache_full_blocks(
-        self,
-        request: Any,
-        blocks: Sequence[Any],
-        num_cached_blocks: int,
-        num_full_blocks: int,
-        block_size: int,
-        kv_cache_group_id: int,
-        block_mask: Sequence[bool] | None = None,
-    ) -> None:
-        """As cpool.BlockPool's; also takes blocks that belong to no pool, as stock does."""
-        args = (request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id)
-        try:
-            super().cache_full_blocks(*args, block_mask)
-        except ContractError:
-            new_blocks = blocks[num_cached_blocks:num_full_blocks]
-            if block_mask is not None or not all(map(guests.is_guest, new_blocks)):
-                raise
-            guests.register_guests(self, *args)
+    def _cache_of_no_pool(self, request: Any, blocks: Sequence[Any], *rest: Any) -> None:
+        """cache_full_blocks() for blocks that aren't all this pool's; stock takes any."""
+        num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask = rest
+        new_blocks = blocks[num_cached_blocks:num_full_blocks]
+        if block_mask is not None or not all(map(guests.is_guest, new_blocks)):
+            super()._cache_of_no_pool(request, blocks, *rest)
+        guests.register_guests(
+            self,
+            request,
+            blocks,
+            num_cached_blocks,
+            num_full_blocks,
+            block_size,
+            kv_cache_group_id,
+        )
 
-    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
-        """As cpool.BlockPool's; blocks that belong to no pool lose a reference, and that is all."""
-        blocks = list(ordered_blocks)
-        try:
-            super().free_blocks(blocks)
-        except ContractError:
-            of_no_pool = list(filter(guests.is_guest, blocks))
-            if not of_no_pool:
-                raise
-            super().free_blocks([block for block in blocks if not guests.is_guest(block)])
-            for block in of_no_pool:
-                block.ref_cnt -= 1
+    def _free_of_any_pool(self, blocks: list[Any]) -> None:
+        """free_blocks() for blocks that aren't all this pool's.
+
+        Those that belong to no pool lose a reference, and that is all.
+        """
+        of_no_pool = list(filter(guests.is_guest, blocks))
+        super()._free_of_any_pool([block for block in blocks if not guests.is_guest(block)])
+        for block in of_no_pool:
+            block.ref_cnt -= 1
 
 
 class VllmBlockPool031(VllmBlockPool):

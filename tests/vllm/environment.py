@@ -97,17 +97,18 @@ def fetch_source(version: str, folder: Path) -> Path:
     return archives[0]
 
 
-def unpack_suite(archive: Path, folder: Path) -> Path:
+def unpack_suite(version: str, folder: Path, archive: Path | None) -> Path:
     """Returns a folder with vLLM's tests, benchmarks and pytest settings, and nothing to import.
 
-    The package itself is left out: the tests must import the one that is installed.
+    The package itself is left out: the tests must import the one that is installed. Without
+    ``archive`` the source archive is fetched.
     """
     suite = folder / "suite"
     done = suite / "complete"
     if not done.exists():
         shutil.rmtree(suite, ignore_errors=True)
         suite.mkdir(parents=True)
-        with tarfile.open(archive) as tar:
+        with tarfile.open(archive or fetch_source(version, folder)) as tar:
             for member in tar.getmembers():
                 _, _, path = member.name.partition("/")
                 if path == "pyproject.toml" or path.startswith(("tests/", "benchmarks/")):

@@ -27,6 +27,8 @@ TEST_SETS = {
     "connector": ["tests/v1/kv_connector/unit"],
 }
 TEST_SETS["all"] = [pattern for patterns in TEST_SETS.values() for pattern in patterns]
+# This repository's own tests of cpool.vllm: they compare stock and cpool themselves.
+OWN = "own"
 
 SECONDS_PER_TEST = 300
 HERE = Path(__file__).resolve().parent
@@ -35,7 +37,7 @@ HERE = Path(__file__).resolve().parent
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--version", default="0.32.0", help="of vLLM (default: %(default)s)")
-    parser.add_argument("--set", dest="sets", action="append", choices=list(TEST_SETS))
+    parser.add_argument("--set", dest="sets", action="append", choices=[*TEST_SETS, OWN])
     parser.add_argument("--tests", nargs="+", metavar="PATH", help="instead of a set")
     parser.add_argument("--workers", type=int, default=1, help="pytest-xdist workers")
     parser.add_argument("--stock-only", action="store_true", help="stop after the first run")
@@ -47,11 +49,6 @@ def parse_arguments() -> argparse.Namespace:
         help="names of tests that pass on stock, instead of a run on stock",
     )
     parser.add_argument("--write-list", type=Path, metavar="FILE", help="write such a list")
-    parser.add_argument(
-        "--own-tests",
-        action="store_true",
-        help="run this repository's tests of cpool.vllm in that environment instead",
-    )
     parser.add_argument("--python", type=Path, help="of a ready environment with this vLLM")
     parser.add_argument("--archive", type=Path, help="vLLM's source archive, if at hand")
     parser.add_argument(
@@ -61,15 +58,17 @@ def parse_arguments() -> argparse.Namespace:
         help="folder to import cpool from (default: this repository, installed into the "
         "environment)",
     )
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    arguments.sets = arguments.sets or ["core", "offload"]
+    return arguments
 
 
 def find_tests(suite: Path, arguments: argparse.Namespace) -> list[str]:
     if arguments.tests:
         return arguments.tests
     tests: list[str] = []
-    for name in arguments.sets or ["core", "offload"]:
-        for pattern in TEST_SETS[name]:
+    for name in arguments.sets:
+        for pattern in TEST_SETS.get(name, ()):
             tests += sorted(str(path.relative_to(suite)) for path in suite.glob(pattern))
     return list(dict.fromkeys(tests))
 
@@ -168,7 +167,8 @@ def passing_on_stock(
         names = arguments.known_list.read_text().splitlines()
         known = {name for name in names if name and not name.startswith("#")}
         return {name for name in known if any(name.startswith(test.rstrip("/")) for test in tests)}
-    label = "-".join(arguments.sets or ["core", "offload"]) if not arguments.tests else "chosen"
+    sets = [name for name in arguments.sets if name != OWN]
+    label = "chosen" if arguments.tests else "-".join(sets)
     results = folder / "runs" / f"stock-{label}.jsonl"
     if arguments.rerun_stock or arguments.tests or not is_complete(results):
         run_suite(python, suite, tests, results, arguments.workers, "stock")
@@ -191,24 +191,12 @@ def write_list(path: Path, version: str, passed: set[str]) -> None:
     path.write_text(header + "".join(f"{name}\n" for name in sorted(passed)))
 
 
-def main() -> int:
-    arguments = parse_arguments()
-    folder = environment.cache_folder() / arguments.version
-    folder.mkdir(parents=True, exist_ok=True)
-    # Not resolved: a virtual environment is known by the path of its Python.
-    python = (arguments.python or environment.make_venv(arguments.version, folder)).absolute()
-    archive = arguments.archive or environment.fetch_source(arguments.version, folder)
-    suite = environment.unpack_suite(archive, folder)
+def compare(arguments: argparse.Namespace, python: Path, suite: Path, folder: Path) -> int:
+    """Runs vLLM's tests on stock, if need be, and on cpool; returns an exit code."""
     tests = find_tests(suite, arguments)
     if not tests:
         print(f"vLLM {arguments.version} has none of these tests")
         return 1
-
-    if not (arguments.stock_only or arguments.cpool):
-        environment.install_cpool(python)
-    if arguments.own_tests:
-        return run_own_tests(python, folder, arguments.cpool)
-
     expected = passing_on_stock(arguments, python, suite, folder, tests)
     if arguments.write_list:
         write_list(arguments.write_list, arguments.version, expected)
@@ -223,7 +211,8 @@ def main() -> int:
     missing = sorted(name for name in expected if outcomes.get(name) != "passed")
     print(
         f"cpool: {len(expected) - len(missing)} of the {len(expected)} tests that pass on stock "
-        f"passed; pools built: {pools['cpool']} by cpool, {pools['stock']} by stock"
+        f"passed; pools built: {pools['cpool']} by cpool, {pools['stock']} by stock",
+        flush=True,
     )
     for name in missing:
         print(f"{outcomes.get(name, 'not run')}: {name}")
@@ -231,6 +220,23 @@ def main() -> int:
         print("the tests did not run on cpool's pool alone")
         return 1
     return 1 if missing else 0
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    folder = environment.cache_folder() / arguments.version
+    folder.mkdir(parents=True, exist_ok=True)
+    # Not resolved: a virtual environment is known by the path of its Python.
+    python = (arguments.python or environment.make_venv(arguments.version, folder)).absolute()
+    if not (arguments.stock_only or arguments.cpool):
+        environment.install_cpool(python)
+    code = 0
+    if arguments.tests or arguments.sets != [OWN]:
+        suite = environment.unpack_suite(arguments.version, folder, arguments.archive)
+        code = compare(arguments, python, suite, folder)
+    if OWN in arguments.sets:
+        code = run_own_tests(python, folder, arguments.cpool) or code
+    return code
 
 
 if __name__ == "__main__":

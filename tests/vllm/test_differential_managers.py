@@ -7,7 +7,7 @@ from math import lcm
 
 import pytest
 
-pytest.importorskip("vllm", reason="needs a vLLM: tests/vllm/run --own-tests")
+pytest.importorskip("vllm", reason="needs a vLLM: tests/vllm/run --set own")
 
 import torch
 from vllm.v1.core.kv_cache_manager import KVCacheManager

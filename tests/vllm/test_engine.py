@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm", reason="needs a vLLM: tests/vllm/run --own-tests")
+pytest.importorskip("vllm", reason="needs a vLLM: tests/vllm/run --set own")
 
 PLUGIN_GROUP = "vllm.general_plugins"
 ENGINE = Path(__file__).resolve().parents[2] / "profiling" / "vllm_engine.py"

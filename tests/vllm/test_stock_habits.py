@@ -5,7 +5,7 @@ import copy
 
 import pytest
 
-pytest.importorskip("vllm", reason="needs a vLLM: tests/vllm/run --own-tests")
+pytest.importorskip("vllm", reason="needs a vLLM: tests/vllm/run --set own")
 
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
-pytest.importorskip("vllm", reason="needs a vLLM: tests/vllm/run --own-tests")
+pytest.importorskip("vllm", reason="needs a vLLM: tests/vllm/run --set own")
 
 # Lists each name in a loaded module of vLLM that is still bound to something of stock's that
 # was replaced. The pool module's own blocks are the exception, on purpose.
