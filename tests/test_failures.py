@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(
 CHAIN = make_request(600)
 OTHER_CHAIN = make_request(600, seed=1)
 NUM_BLOCKS = 600
+WIDE_KEY = bytes(range(68))
 LARGE = 2500  # Registrations that reserve memory in several steps.
 LARGE_CHAIN = make_request(LARGE, seed=2)
 
@@ -149,11 +150,15 @@ OPERATIONS: dict[str, tuple[Callable[[], Any], Operation]] = {
     ),
     "a wider key": (
         registered,
-        lambda pool: pool._insert_block_hash(bytes(range(68)), pool.blocks[400], num_tokens=4),
+        lambda pool: pool._insert_block_hash(WIDE_KEY, pool.blocks[400], num_tokens=4),
+    ),
+    "a wider extra key": (
+        registered,
+        lambda pool: pool._insert_block_hash(WIDE_KEY, pool.blocks[299], num_tokens=4),
     ),
     "a wider key assigned by hand": (
         registered,
-        lambda pool: pool.blocks[400].set_block_hash(bytes(range(68)), 4),
+        lambda pool: pool.blocks[400].set_block_hash(WIDE_KEY, 4),
     ),
     "snapshot_events": (registered, lambda pool: pool.snapshot_events()),
     "a snapshot as a batch": (
@@ -190,17 +195,35 @@ MUST_ALLOCATE = {
     "a key that makes the table grow": 1,
     "keys that make the table grow": 2,  # Table, spaces or log of what is replaced.
     "a wider key": 5,  # Column, and directory and chunks of two arenas.
+    "a wider extra key": 5,
     "a wider key assigned by hand": 5,
     "snapshot_events": 7,
     "a snapshot as a batch": 7,
 }
 
 
+def share_a_wide_key(pool: Any) -> None:
+    """Wide digests in every kind of place: a block's own, an extra key's, a shared key's."""
+    for block_id in (400, 401, 299):
+        pool._insert_block_hash(WIDE_KEY, pool.blocks[block_id], num_tokens=4)
+        pool._insert_block_hash(WIDE_KEY[::-1], pool.blocks[block_id], num_tokens=4)
+
+
+# What goes wrong later if the operation, tried again, was content with half of the room.
+FOLLOW_UPS = {
+    "a wider key": share_a_wide_key,
+    "a wider extra key": share_a_wide_key,
+    "a wider key assigned by hand": share_a_wide_key,
+}
+
+
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_failed_allocation_changes_nothing(name: str) -> None:
     build, operation = OPERATIONS[name]
+    follow_up = FOLLOW_UPS.get(name, lambda pool: None)
     clean = build()
     operation(clean)
+    follow_up(clean)
     expected = dump(clean)
     num_failures = 0
     try:
@@ -217,9 +240,11 @@ def test_a_failed_allocation_changes_nothing(name: str) -> None:
             assert dump(pool) == before
             pool.check_consistency()
             operation(pool)
+            follow_up(pool)
             assert dump(pool) == expected
     finally:
         testing.fail_allocation(0)
+    follow_up(pool)
     assert dump(pool) == expected
     assert num_failures >= MUST_ALLOCATE.get(name, 0)
     pool.check_consistency()
