@@ -22,6 +22,7 @@ TEST_SETS = {
     "offload": [
         "tests/v1/simple_kv_offload",
         "tests/v1/hisparse",
+        "tests/v1/e2e/general/test_hisparse.py",
         "tests/distributed/test_kv*events*.py",
     ],
     "connector": ["tests/v1/kv_connector/unit"],
