@@ -2,8 +2,9 @@
 """What vLLM does with its block pool, timed inside one process; see vllm_speed.
 
 A case is a generator: it builds what it needs, then does one round each time it is asked and
-yields ``(nanoseconds of CPU, number of units, what was decided)``. The decisions must be the
-same on every pool. Nothing here knows whose pool it is: this is vLLM's own interface.
+yields ``([nanoseconds of CPU], number of units, what was decided)``, one time for each title.
+The decisions must be the same on every pool. Nothing here knows whose pool it is: this is
+vLLM's own interface.
 """
 
 import gc
@@ -23,12 +24,12 @@ NUM_BLOCKS = 1_000_001  # a million and the null block
 LONG_PROMPT = 100_000  # tokens
 PREFILL = 2_048
 SHARED_PREFIX = 1_024
-CASES = {}  # name -> (title, unit, rounds at most, function)
+CASES = {}  # name -> (titles, rounds, function)
 
 
-def case(name, title, unit, rounds=9):
+def case(name, *titles, rounds=9):
     def add(function):
-        CASES[name] = (title, unit, rounds, function)
+        CASES[name] = (titles, rounds, function)
         return function
 
     return add
@@ -85,29 +86,19 @@ def benchmark_block_pool(size):
             pool.free_blocks(blocks)
 
     while True:
-        nanoseconds, held = timed(get)
+        allocating, held = timed(get)
         decided = [ids_of(blocks) for blocks in held]
-        more, _ = timed(free, held)
-        yield (nanoseconds, more), count, decided
-
-
-def split(index, of):
-    """One of the two times that a case takes each round."""
-
-    def run():
-        for nanoseconds, units, decided in of():
-            yield nanoseconds[index], units, decided
-
-    return run
+        freeing, _ = timed(free, held)
+        yield [allocating, freeing], count, decided
 
 
 for _size in (10, 100, 1000):
-    _run = lambda size=_size: benchmark_block_pool(size)  # noqa: E731
-    case(f"get_{_size}", f"get_new_blocks({_size})", "call")(split(0, _run))
-    case(f"free_{_size}", f"free_blocks of {_size}", "call")(split(1, _run))
+    case(f"blocks_{_size}", f"get_new_blocks({_size})", f"free_blocks of {_size}")(
+        lambda size=_size: benchmark_block_pool(size)
+    )
 
 
-@case("register", "cache_full_blocks, a million blocks", "block", rounds=3)
+@case("register", "cache_full_blocks, a million blocks, each", rounds=3)
 def register():
     pool = make_pool()
     while True:
@@ -115,13 +106,11 @@ def register():
         hashes = make_hashes(NUM_BLOCKS - 1, 1)
         settle()
 
-        def run(blocks=blocks, request=None, hashes=hashes):
-            request = Hashed(hashes)
-            pool.cache_full_blocks(request, blocks, 0, len(blocks), BLOCK_SIZE, 0)
-
-        nanoseconds, _ = timed(run)
+        nanoseconds, _ = timed(
+            pool.cache_full_blocks, Hashed(hashes), blocks, 0, len(blocks), BLOCK_SIZE, 0
+        )
         decided = pool.get_cached_block(hashes[-1], [0])[0].block_id
-        yield nanoseconds, len(blocks), decided
+        yield [nanoseconds], len(blocks), decided
         pool.free_blocks(blocks)
         assert pool.reset_prefix_cache()
 
@@ -161,11 +150,11 @@ def look_up(find_missing):
             return [get(block_hash, [0]) for block_hash in chosen]
 
         nanoseconds, found = timed(run)
-        yield nanoseconds, len(chosen), [hit and hit[0].block_id for hit in found]
+        yield [nanoseconds], len(chosen), [hit and hit[0].block_id for hit in found]
 
 
-case("hit", "get_cached_block, hit, random", "call")(lambda: look_up(False))
-case("miss", "get_cached_block, miss", "call")(lambda: look_up(True))
+case("hit", "get_cached_block, hit, random")(lambda: look_up(False))
+case("miss", "get_cached_block, miss")(lambda: look_up(True))
 
 
 def allocate(aged):
@@ -186,14 +175,14 @@ def allocate(aged):
         if aged:
             rng.shuffle(blocks)
         pool.free_blocks(blocks)
-        yield nanoseconds, len(blocks), decided
+        yield [nanoseconds], len(blocks), decided
 
 
-case("evict_fresh", "get_new_blocks(64), evicting, fresh", "block")(lambda: allocate(False))
-case("evict_aged", "get_new_blocks(64), evicting, aged", "block")(lambda: allocate(True))
+case("evict_fresh", "get_new_blocks(64), evicting, fresh, a block")(lambda: allocate(False))
+case("evict_aged", "get_new_blocks(64), evicting, aged, a block")(lambda: allocate(True))
 
 
-@case("partial", "cache_partial_block again, 900 running requests", "step")
+@case("partial", "cache_partial_block again, 900 running requests")
 def partial():
     pool = make_pool()
     blocks = pool.get_new_blocks(900)
@@ -210,7 +199,7 @@ def partial():
     run()
     while True:
         nanoseconds, decided = timed(run)
-        yield nanoseconds, 1, [key.hex() for key in decided]
+        yield [nanoseconds], 1, [key.hex() for key in decided]
 
 
 def collect_garbage(num_blocks):
@@ -224,13 +213,11 @@ def collect_garbage(num_blocks):
     del blocks, hashes
     while True:
         nanoseconds, _ = timed(gc.collect)
-        yield nanoseconds, 1, pool.get_num_free_blocks()
+        yield [nanoseconds], 1, pool.get_num_free_blocks()
 
 
-case("gc_full", "full collection, a million blocks registered", "call")(
-    lambda: collect_garbage(NUM_BLOCKS)
-)
-case("gc_small", "full collection, a pool of 1,000 blocks", "call")(lambda: collect_garbage(1_000))
+case("gc_full", "full collection, a million blocks registered")(lambda: collect_garbage(NUM_BLOCKS))
+case("gc_small", "full collection, a pool of 1,000 blocks")(lambda: collect_garbage(1_000))
 
 
 # vLLM's manager and scheduler on it. -------------------------------------------------------
@@ -293,31 +280,38 @@ class Serving:
         self.num_requests += 1
         return make_request(str(self.num_requests), tokens, self.hasher)
 
-    def admit(self, request):
-        """Schedule all of a request's prompt, as the scheduler does; returns its new blocks."""
-        blocks, num_hit, _ = self.manager.get_computed_blocks(request)
+    def allocate(self, request, hit):
+        """Schedule what get_computed_blocks left of a prompt; returns ids of new blocks."""
+        blocks, num_hit, _ = hit
         new = self.manager.allocate_slots(
             request, request.num_tokens - num_hit, num_hit, blocks, full_sequence_must_fit=True
         )
         request.num_computed_tokens = request.num_tokens
-        return num_hit, new.get_block_ids()
+        return new.get_block_ids()
 
-    def match(self, request):
-        blocks, num_hit, _ = self.manager.get_computed_blocks(request)
-        return num_hit, blocks.get_block_ids()
+    def admit(self, request):
+        hit = self.manager.get_computed_blocks(request)
+        return hit[1], self.allocate(request, hit)
 
 
-@case("create", f"Request of {LONG_PROMPT:,} tokens: create", "call")
+@case("create", f"Request of {LONG_PROMPT:,} tokens: create")
 def create_request():
     serving = Serving()
     settle()
     while True:
         tokens = serving.tokens(LONG_PROMPT)
         nanoseconds, request = timed(serving.request, tokens)
-        yield nanoseconds, 1, request.block_hashes[-1].hex()
+        yield [nanoseconds], 1, request.block_hashes[-1].hex()
 
 
-def long_request(index):
+@case(
+    "long",
+    f"Request of {LONG_PROMPT:,} tokens: match and allocate_slots, no hit",
+    f"Request of {LONG_PROMPT:,} tokens: get_computed_blocks, all but a block hit",
+    f"Request of {LONG_PROMPT:,} tokens: allocate_slots, all but a block hit",
+    f"Request of {LONG_PROMPT:,} tokens: free",
+)
+def long_request():
     """The life of a long request, evicting; then that of one with the same prompt."""
     serving = Serving()
     manager = serving.manager
@@ -325,26 +319,17 @@ def long_request(index):
     while True:
         tokens = serving.tokens(LONG_PROMPT)
         first, second = serving.request(tokens), serving.request(tokens)
-        times = [0] * 4
-        times[0], decided = timed(serving.admit, first)
-        times[1], hit = timed(serving.match, second)
-        times[2], admitted = timed(serving.admit, second)
-        times[3], _ = timed(manager.free, first)
+        admitting, decided = timed(serving.admit, first)
+        matching, hit = timed(manager.get_computed_blocks, second)
+        adopting, new = timed(serving.allocate, second, hit)
+        assert hit[1] == LONG_PROMPT - BLOCK_SIZE
+        decided = [decided, hit[0].get_block_ids(), new]
         manager.free(second)
-        assert hit[0] == admitted[0] == LONG_PROMPT - BLOCK_SIZE
-        yield times[index], 1, [decided, hit, admitted]
+        freeing, _ = timed(manager.free, first)
+        yield [admitting, matching, adopting, freeing], 1, decided
 
 
-for _index, _title in enumerate(
-    ("match and allocate_slots, no hit", "get_computed_blocks, all but a block hit",
-     "match and allocate_slots, hit", "free")
-):  # fmt: skip
-    case(f"long_{_index}", f"Request of {LONG_PROMPT:,} tokens: {_title}", "call")(
-        lambda index=_index: long_request(index)
-    )
-
-
-@case("prefill", f"Prefill of {PREFILL:,} tokens, {SHARED_PREFIX:,} of them shared", "request")
+@case("prefill", f"Prefill of {PREFILL:,} tokens, {SHARED_PREFIX:,} of them shared")
 def prefill():
     serving = Serving()
     shared = serving.tokens(SHARED_PREFIX)
@@ -360,10 +345,10 @@ def prefill():
         nanoseconds, decided = timed(run)
         for request in requests:
             serving.manager.free(request)
-        yield nanoseconds, len(requests), decided
+        yield [nanoseconds], len(requests), decided
 
 
-@case("decode", "Decode step: allocate_slots(request, 1)", "request")
+@case("decode", "Decode step: allocate_slots(request, 1)")
 def decode():
     serving = Serving()
     requests = [serving.request(serving.tokens(200 + i % BLOCK_SIZE)) for i in range(256)]
@@ -384,7 +369,7 @@ def decode():
         for request in requests:
             request.append_output_token_ids(7)
         nanoseconds, decided = timed(run)
-        yield nanoseconds, len(requests), decided
+        yield [nanoseconds], len(requests), decided
 
 
 def make_scheduler(num_requests):
@@ -468,11 +453,11 @@ def schedule(num_requests):
     while True:
         nanoseconds, outputs = timed(run)
         decided = [output.scheduled_cached_reqs.new_block_ids for output in outputs]
-        yield nanoseconds, BLOCK_SIZE, [len(scheduler.running), decided]
+        yield [nanoseconds], BLOCK_SIZE, [len(scheduler.running), decided]
 
 
 for _count in (256, 1024):
-    case(f"schedule_{_count}", f"schedule and update_from_output, {_count} sequences", "step")(
+    case(f"schedule_{_count}", f"schedule and update_from_output, {_count} sequences")(
         lambda count=_count: schedule(count)
     )
 
@@ -487,12 +472,12 @@ def serve(commands, answers):
                 del rounds
                 gc.unfreeze()
                 gc.collect()
-                rounds = CASES[name][3]()
+                rounds = CASES[name][2]()
                 answer = {}
             else:
                 nanoseconds, units, decided = next(rounds)
                 checksum = zlib.crc32(json.dumps(decided).encode())
-                answer = {"ns": nanoseconds / units, "checksum": checksum}
+                answer = {"ns": [one / units for one in nanoseconds], "checksum": checksum}
         except BaseException:
             answer = {"error": traceback.format_exc()}
         answers.write(json.dumps(answer) + "\n")

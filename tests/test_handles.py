@@ -9,8 +9,9 @@ import pytest
 
 import cpool
 from cpool import BlockHashToBlockMap, FreeKVCacheBlockQueue, KVCacheBlock
+from cpool.core.pool import block_ids, count_evictable
 
-from .support import event_fields, make_request
+from .support import Request, event_fields, make_request
 
 KEY = bytes(range(32)) + bytes(4)
 OTHER_KEY = bytes(32) + bytes(4)
@@ -425,3 +426,34 @@ def test_taken_events_are_a_new_list_each_time() -> None:
     taken.extend([1, 2])
     assert pool.take_events() == []
     assert pool.take_events() is not pool.take_events()
+
+
+def test_a_prefix_in_several_groups_ends_where_one_of_them_ends() -> None:
+    pool = cpool.BlockPool(12, True, 16)
+    hashes = [bytes([i]) * 32 for i in range(6)]
+    blocks = {group: pool.get_new_blocks(5) for group in (0, 7)}
+    for group, num_full in ((0, 5), (7, 3)):
+        pool.cache_full_blocks(Request(hashes), blocks[group], 0, num_full, 16, group)
+    for groups in ([0], [7], [0, 7], [7, 0], [0, 1], [1, 0], []):
+        expected = []
+        for block_hash in hashes:
+            found = pool.get_cached_block(block_hash, groups)
+            if not found:
+                break
+            expected.append(found)
+        runs = pool.find_prefix_blocks(hashes, groups)
+        assert runs == [[found[i] for found in expected] for i in range(len(groups))]
+    assert len(pool.find_prefix_blocks(hashes, [0, 7])[0]) == 3
+    assert pool.find_prefix_blocks([], [0]) == [[]]
+
+
+def test_ids_and_evictable_blocks_of_any_block_are_those_its_attributes_say(pool: Any) -> None:
+    held, free = pool.get_new_blocks(2)
+    pool.free_blocks([free])
+    own = [KVCacheBlock(7), KVCacheBlock(8, ref_cnt=1), KVCacheBlock(9, is_null=True)]
+    blocks = [held, free, pool.null_block, *own]
+    assert block_ids(blocks) == [block.block_id for block in blocks]
+    assert count_evictable(blocks) == 2
+    assert count_evictable(()) == 0
+    with pytest.raises(AttributeError):
+        block_ids([object()])

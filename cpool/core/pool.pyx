@@ -569,11 +569,6 @@ cdef class BlockPool:
             found.append(self.handle(holder.block))
         return found
 
-    def blocks_at(self, ids):
-        """Return the blocks of an array of ids, as `[pool.blocks[id] for id in ids]` does."""
-        cdef IdBatch batch = read_ids(ids, self.core.blocks.num_blocks)
-        return self.handles_of(batch.ids, batch.count)
-
     cdef object find_rows(self, object hashes, object group, uint32_t multiple_of, bint prefix):
         cdef HashBatch batch = read_hashes(hashes, -1, self.hash_width)
         cdef uint32_t group_id = read_group(group)
@@ -641,6 +636,34 @@ cdef class BlockPool:
             (m,) uint32 array of block ids, m <= n.
         """
         return self.find_rows(hashes, kv_cache_group_id, 0, True)
+
+    def find_prefix_blocks(self, hashes, kv_cache_group_ids):
+        """The blocks of the longest prefix of hashes that are all registered in every group.
+
+        Args:
+            hashes: As for `find_ids`, from the first block on.
+            kv_cache_group_ids: Sequence of group ids.
+
+        Returns:
+            A list of as many blocks for each group.
+        """
+        cdef HashBatch batch = read_hashes(hashes, -1, self.hash_width)
+        cdef size_t count = batch.count
+        cdef space_t space
+        cdef IdBuffer buffer
+        cdef list buffers = []
+        self.check_batch_width(batch)
+        for group in kv_cache_group_ids:
+            buffer = make_buffer(count)
+            buffers.append(buffer)
+            space = registry.find_space(&self.core, read_group(group), batch.width)
+            if space == 0 or self.core.table.cells == NULL:
+                count = 0
+            if count:
+                count = batches.find_batch(
+                    &self.core, batch.rows, batch.row_bytes, count, space, 0, True, buffer.ids
+                )
+        return [self.handles_of((<IdBuffer>buffer).ids, count) for buffer in buffers]
 
     def registrations(self, block):
         """Each key under which a block is registered, the primary one first.

@@ -30,13 +30,13 @@ def longest_run(pool: Any, hashes: Iterable[bytes], groups: Sequence[int]) -> tu
     remaining = iter(hashes)
     size = FIRST_PIECE
     while piece := list(islice(remaining, size)):
-        if len(set(map(len, piece))) > 1:
+        try:
+            runs = pool.find_prefix_blocks(piece, groups)
+        except ValueError:  # hashes of another width
             return one_by_one(pool, piece + list(remaining), groups, found)
-        runs = [pool.find_prefix_ids(piece, group) for group in groups]
-        length = min(map(len, runs))
         for blocks, run in zip(found, runs, strict=True):
-            blocks += pool.blocks_at(run[:length])
-        if length < len(piece):
+            blocks += run
+        if len(runs[0]) < len(piece):
             break
         size *= GROWTH
     return found
@@ -45,7 +45,7 @@ def longest_run(pool: Any, hashes: Iterable[bytes], groups: Sequence[int]) -> tu
 def one_by_one(
     pool: Any, hashes: Iterable[bytes], groups: Sequence[int], found: tuple[list[Any], ...]
 ) -> tuple[list[Any], ...]:
-    """Goes on from ``found`` with hashes of several widths, which no batch can hold."""
+    """Goes on from ``found`` with hashes of several widths, or of another than the pool's."""
     for block_hash in hashes:
         hit = pool.get_cached_block(block_hash, groups)
         if not hit:
