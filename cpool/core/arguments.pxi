@@ -53,6 +53,11 @@ cdef inline bint is_array(object value, int type_number, int num_dimensions) noe
 
 cdef IdBatch read_ids(object ids, uint32_t num_blocks):
     cdef IdBatch batch = IdBatch.__new__(IdBatch)
+    if not PyObject_CheckBuffer(ids):
+        ids = ids_as_array(ids, num_blocks)
+    if is_array(ids, numpy.NPY_INT64, 1):
+        read_wide_ids(batch, <numpy.ndarray>ids, num_blocks)
+        return batch
     if is_array(ids, numpy.NPY_UINT32, 1):
         batch.kept = ids
         batch.count = numpy.PyArray_DIM(<numpy.ndarray>ids, 0)
@@ -63,6 +68,28 @@ cdef IdBatch read_ids(object ids, uint32_t num_blocks):
     else:
         read_id_buffer(batch, ids, num_blocks)
     return check_ids(batch, num_blocks)
+
+
+cdef int read_wide_ids(IdBatch batch, numpy.ndarray ids, uint32_t num_blocks) except -1:
+    # int64, which is what look-ups return and lists become.
+    cdef size_t count = numpy.PyArray_DIM(ids, 0)
+    cdef Py_ssize_t stride = numpy.PyArray_STRIDE(ids, 0)
+    cdef const char* data = <const char*>numpy.PyArray_DATA(ids)
+    cdef IdBuffer copied = make_buffer(count)
+    cdef int64_t id
+    cdef size_t i
+    for i in range(count):
+        id = (<const int64_t*>(data + <Py_ssize_t>i * stride))[0]
+        if not 0 <= id < <int64_t>num_blocks:
+            raise BlockIdError(
+                f"block id {id} at position {i} is out of range: "
+                f"the pool has {num_blocks} blocks"
+            )
+        copied.ids[i] = <block_id_t>id
+    batch.kept = copied
+    batch.ids = copied.ids
+    batch.count = count
+    return 0
 
 
 cdef int set_ids(IdBatch batch, const char* data, Py_ssize_t stride) except -1:
@@ -95,8 +122,6 @@ cdef IdBatch check_ids(IdBatch batch, uint32_t num_blocks):
 
 
 cdef int read_id_buffer(IdBatch batch, object ids, uint32_t num_blocks) except -1:
-    if not PyObject_CheckBuffer(ids):
-        ids = ids_as_array(ids, num_blocks)
     PyObject_GetBuffer(ids, &batch.view, PyBUF_STRIDED_RO | PyBUF_FORMAT)
     batch.has_view = True
     if batch.view.ndim != 1:

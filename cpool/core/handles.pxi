@@ -285,3 +285,37 @@ cdef class BlockList:
 
     def __repr__(self):
         return f"<{len(self)} blocks of {self.pool!r}>"
+
+
+def count_evictable(blocks):
+    """Return how many of the blocks are free, the null block not counted.
+
+    Args:
+        blocks: A list or tuple of blocks, each of any pool.
+    """
+    cdef Py_ssize_t count = 0
+    cdef KVCacheBlock block
+    for item in blocks:
+        if type(item) is KVCacheBlock and (<KVCacheBlock>item).owner != NULL:
+            block = <KVCacheBlock>item
+            count += (
+                block.index != NULL_BLOCK
+                and not block.is_end()
+                and registry.num_holders(&(<BlockPool>block.owner).core, block.index) == 0
+            )
+        else:
+            count += item.ref_cnt == 0 and not item.is_null
+    return count
+
+
+def block_ids(blocks):
+    """Return the ids of blocks as a list, as `[block.block_id for block in blocks]` does."""
+    cdef list ids = []
+    for item in blocks:
+        if type(item) is KVCacheBlock and (<KVCacheBlock>item).owner != NULL and not (
+            (<KVCacheBlock>item).is_end()
+        ):
+            ids.append((<KVCacheBlock>item).index)
+        else:
+            ids.append(item.block_id)
+    return ids

@@ -251,26 +251,25 @@ cdef class BlockPool:
         return self.pages[id // PAGE_HANDLES]
 
     cdef KVCacheBlock handle(self, block_id_t id):
-        cdef HandlePage* page = self.page_of(id)
-        cdef PyObject** place = &page.handles[id % PAGE_HANDLES]
+        cdef HandlePage* page = NULL
+        cdef PyObject** place
         cdef KVCacheBlock block
+        if self.pages != NULL:
+            page = self.pages[id // PAGE_HANDLES]
+            if page != NULL and page.handles[id % PAGE_HANDLES] != NULL:
+                return <KVCacheBlock>page.handles[id % PAGE_HANDLES]
+        block = KVCacheBlock.__new__(KVCacheBlock)
+        # Only now: a collection for the new object may have freed the page.
+        page = self.page_of(id)
+        place = &page.handles[id % PAGE_HANDLES]
         if place[0] != NULL:
-            return <KVCacheBlock>place[0]
-        page.num_live += 1      # before the object is made: making it may free others
-        try:
-            block = KVCacheBlock.__new__(KVCacheBlock)
-        except BaseException:
-            self.forget_handle(id)
-            raise
-        if place[0] != NULL:
-            # The garbage collector ran, and a __del__ asked for the same block.
-            page.num_live -= 1
-            return <KVCacheBlock>place[0]
+            return <KVCacheBlock>place[0]   # or a __del__ asked for the same block
         # A pool's handle refers to no object, so the collector need not look at it.
         PyObject_GC_UnTrack(<void*>block)
         block.owner = <PyObject*>self
         block.index = id
         place[0] = <PyObject*>block
+        page.num_live += 1
         return block
 
     cdef void forget_handle(self, block_id_t id) noexcept:
@@ -283,10 +282,10 @@ cdef class BlockPool:
             PyMem_RawFree(page)
 
     cdef list handles_of(self, const block_id_t* ids, size_t count):
-        cdef list result = []
+        cdef list result = [None] * count
         cdef size_t i
         for i in range(count):
-            result.append(self.handle(ids[i]))
+            result[i] = self.handle(ids[i])
         return result
 
     cdef block_id_t own_id(self, object block) except? 0xFFFFFFFF:
@@ -569,6 +568,11 @@ cdef class BlockPool:
                 return None
             found.append(self.handle(holder.block))
         return found
+
+    def blocks_at(self, ids):
+        """Return the blocks of an array of ids, as `[pool.blocks[id] for id in ids]` does."""
+        cdef IdBatch batch = read_ids(ids, self.core.blocks.num_blocks)
+        return self.handles_of(batch.ids, batch.count)
 
     cdef object find_rows(self, object hashes, object group, uint32_t multiple_of, bint prefix):
         cdef HashBatch batch = read_hashes(hashes, -1, self.hash_width)

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batch versions of vLLM functions that look at a request's blocks one by one.
 
-They are put in place when a process builds its first pool, where the code they stand for is
-the code they were written after (it is the same in vLLM 0.30 to 0.32); else stock's stay. On
-a pool that isn't cpool's they call stock's.
+They are put in place when a process builds its first pool, each where the code it stands for
+is the code it was written after; else stock's stays. Blocks of stock's pool they treat as
+stock's functions do.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
 from itertools import islice
 from typing import Any
 
@@ -14,11 +15,9 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize, resolve_block_hashes
 
 import cpool
+from cpool.core.pool import block_ids, count_evictable
 from cpool.vllm.contract import code_digest
 from cpool.vllm.guests import GuestMixin
-
-# Of FullAttentionManager.find_longest_cache_hit.
-KNOWN_DIGEST = "3c1702087661af16"
 
 # A miss is mostly early; a long run is looked up in ever larger pieces.
 FIRST_PIECE = 16
@@ -28,7 +27,6 @@ GROWTH = 4
 def longest_run(pool: Any, hashes: Iterable[bytes], groups: Sequence[int]) -> tuple[list[Any], ...]:
     """Returns, per group, the blocks of the first hashes that are registered in every group."""
     found: tuple[list[Any], ...] = tuple([] for _ in groups)
-    block_at = pool.blocks.__getitem__
     remaining = iter(hashes)
     size = FIRST_PIECE
     while piece := list(islice(remaining, size)):
@@ -37,7 +35,7 @@ def longest_run(pool: Any, hashes: Iterable[bytes], groups: Sequence[int]) -> tu
         runs = [pool.find_prefix_ids(piece, group) for group in groups]
         length = min(map(len, runs))
         for blocks, run in zip(found, runs, strict=True):
-            blocks.extend(map(block_at, run[:length].tolist()))
+            blocks += pool.blocks_at(run[:length])
         if length < len(piece):
             break
         size *= GROWTH
@@ -127,12 +125,64 @@ def full_attention_hit(stock: Callable[..., Any]) -> Callable[..., Any]:
     return find_longest_cache_hit
 
 
-def replace_methods(managers: Any) -> list[tuple[type, str, Any]]:
+def evictable_blocks(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def _get_num_evictable_blocks(cls: type, blocks: Sequence[Any]) -> int:
+        return count_evictable(blocks)
+
+    return _get_num_evictable_blocks
+
+
+def ids_of_groups(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def get_block_ids(
+        self: Any, allow_none: bool = False, *, group_ids: Sequence[int] | None = None
+    ) -> tuple[list[int], ...] | None:
+        groups = self.blocks
+        if group_ids is not None:
+            groups = tuple(groups[group_id] for group_id in group_ids)
+        if allow_none and not any(map(len, groups)):
+            return None
+        return tuple(map(block_ids, groups))
+
+    return get_block_ids
+
+
+# Module, class, method, digest of its code in the releases it was written after, and what
+# makes ours of stock's.
+METHODS = (
+    (
+        "vllm.v1.core.single_type_kv_cache_manager",
+        "FullAttentionManager",
+        "find_longest_cache_hit",
+        "3c1702087661af16",  # 0.30 to 0.32
+        full_attention_hit,
+    ),
+    (
+        "vllm.v1.core.single_type_kv_cache_manager",
+        "SingleTypeKVCacheManager",
+        "_get_num_evictable_blocks",
+        "0a738ba5361dc964",  # 0.30 to 0.32
+        evictable_blocks,
+    ),
+    (
+        "vllm.v1.core.kv_cache_manager",
+        "KVCacheBlocks",
+        "get_block_ids",
+        "8b9c0b2f57060361",  # 0.31 and 0.32
+        ids_of_groups,
+    ),
+)
+
+
+def replace_methods() -> list[tuple[type, str, Any]]:
     """Puts the batch versions in place; returns class, name and what was there before."""
-    manager = managers.FullAttentionManager
-    name = "find_longest_cache_hit"
-    stock = vars(manager)[name]
-    if code_digest(stock.__func__) != KNOWN_DIGEST:
-        return []
-    setattr(manager, name, classmethod(full_attention_hit(stock.__func__)))
-    return [(manager, name, stock)]
+    replaced = []
+    for module_name, class_name, name, known_digest, make in METHODS:
+        owner = getattr(import_module(module_name), class_name)
+        stock = vars(owner).get(name)
+        function = getattr(stock, "__func__", stock)
+        if function is None or code_digest(function) != known_digest:
+            continue
+        ours = make(function)
+        setattr(owner, name, classmethod(ours) if isinstance(stock, classmethod) else ours)
+        replaced.append((owner, name, stock))
+    return replaced

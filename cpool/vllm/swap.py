@@ -16,7 +16,6 @@ from cpool.vllm import contract, rebind
 
 POOL_MODULE = "vllm.v1.core.block_pool"
 UTILS_MODULE = "vllm.v1.core.kv_cache_utils"
-MANAGERS_MODULE = "vllm.v1.core.single_type_kv_cache_manager"
 # Modules that subclass the pool; run again if they were imported before us.
 SUBCLASS_MODULES = {"vllm.v1.hisparse.block_pool": "SharedEventQueueBlockPool"}
 
@@ -123,7 +122,7 @@ def when_pool_is_built() -> None:
 
     if _installation is not None and not _has_seen_managers:
         _has_seen_managers = True
-        _replaced_methods.extend(managers.replace_methods(import_module(MANAGERS_MODULE)))
+        _replaced_methods.extend(managers.replace_methods())
 
 
 def uninstall() -> None:

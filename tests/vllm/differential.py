@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core import block_pool, kv_cache_coordinator, single_type_kv_cache_manager
+from vllm.v1.core import block_pool, kv_cache_coordinator
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
@@ -18,12 +18,13 @@ from cpool.vllm.pool import pool_class
 StockBlockPool = block_pool.BlockPool
 assert not issubclass(StockBlockPool, cpool.BlockPool), "the stock side must be stock"
 version = importlib.import_module("vllm.version").__version__
-OurBlockPool = pool_class(contract.find_contract(version, contract.describe()).release)
+RELEASE = contract.find_contract(version, contract.describe()).release
+OurBlockPool = pool_class(RELEASE)
 
 init_none_hash(sha256)
 
 # They look at whose pool they are called with, so stock's side is still stock.
-assert managers.replace_methods(single_type_kv_cache_manager)
+assert len(managers.replace_methods()) == len(managers.METHODS)
 
 
 class Metrics:

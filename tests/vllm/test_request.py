@@ -5,9 +5,8 @@ import random
 
 import pytest
 
-pytest.importorskip("vllm", reason="needs a vLLM: tests/vllm/run --own-tests")
+pytest.importorskip("vllm", reason="needs a vLLM: tests/vllm/run --set own")
 
-from cpool.vllm.request import RequestHasher, append_method
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
@@ -16,7 +15,10 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import Request
 
 from cpool.hashing import ALGORITHMS
-from cpool.vllm.hashing import get_request_block_hasher, replace_methods, stock_request_block_hasher
+from cpool.vllm.hashing import replace_methods, request_block_hasher, stock_request_block_hasher
+from cpool.vllm.request import RequestHasher, append_method
+
+from .differential import RELEASE
 
 STOCK = Request.append_output_token_ids
 OURS = append_method(Request, STOCK)
@@ -31,7 +33,7 @@ def image(offset, length):
 def hashers(request):
     function = get_hash_fn_by_name(request.param)
     kv_cache_utils.init_none_hash(function)
-    ours = get_request_block_hasher(SIZE, function)
+    ours = request_block_hasher(RELEASE)(SIZE, function)
     assert type(ours) is RequestHasher
     return stock_request_block_hasher(SIZE, function), ours
 
