@@ -26,7 +26,7 @@ asan = is_on("CPOOL_ASAN")
 compile_args = ["-O3", "-std=c11", "-fno-strict-aliasing", "-Wno-unused-function"]
 link_args: list[str] = []
 if debug or asan:
-    compile_args += ["-O1", "-g"]
+    compile_args += ["-O1", "-g1"]  # line numbers for stack traces; more takes longer to build
 else:
     compile_args += ["-g0"]  # debug information would be most of the file and of the build time
 if asan:

@@ -19,7 +19,7 @@ from cpool.core import saving
 
 from . import operations
 from .operations import RandomPicker
-from .support import Collector, dump, in_any_order, make_request
+from .support import Collector, dump, event_fields, in_any_order, make_request
 from .test_model import Pair
 
 testing = getattr(cpool.core.pool, "_testing", None)
@@ -131,6 +131,52 @@ def registrations(pair: Pair) -> dict[int, list[Any]]:
         ]
         for i, block in enumerate(pair.model.blocks)
     }
+
+
+@pytest.mark.parametrize("truthful", [False, True])
+@pytest.mark.parametrize("detailed", [False, True])
+def test_events_go_on_as_they_were(truthful: bool, detailed: bool, tmp_path: Path) -> None:
+    flags = {"truthful_events": truthful, "detailed_snapshots": detailed}
+    pool = cpool.BlockPool(12, True, 4, enable_kv_cache_events=True, medium="CPU", **flags)
+    blocks = pool.get_new_blocks(8)
+    pool.cache_full_blocks(CHAIN, blocks, 0, 4, 4, 0)
+    pool.cache_full_blocks(CHAIN, [blocks[4], blocks[0]], 0, 1, 4, 0)
+    pool.cache_partial_block(CHAIN, blocks[5], 24, 1, 16)
+    pool.cache_partial_block(CHAIN, blocks[5], 20, 1, 16)
+    pool.take_events()
+    loaded = cpool.BlockPool.load(saved(pool, tmp_path))
+    assert {name: getattr(loaded, name) for name in flags} == flags
+    # What a consumer that comes late is told: of the details, which no file holds, nothing.
+    plain = [without_details(event) for event in pool.snapshot_events().events]
+    restored = [without_details(event) for event in loaded.snapshot_events().events]
+    assert chains(restored) == chains(plain)
+    if not detailed:
+        assert restored == plain
+    for each in (pool, loaded):
+        each.evict_ids([1])  # Truthful: another block holds the key, so nothing is told.
+        each.evict_ids([5, 6])
+        each.cache_full_blocks(CHAIN, blocks_of(each, 1, 2, 3, 4, 7), 4, 5, 4, 0)
+    events = [[event_fields(event) for event in each.take_events()] for each in (pool, loaded)]
+    assert events[0] == events[1]
+    assert len(events[0]) == (4 if truthful else 5)
+
+
+def blocks_of(pool: Any, *ids: int) -> list[Any]:
+    return [pool.blocks[block_id] for block_id in ids]
+
+
+def without_details(event: Any) -> Any:
+    return (event.block_hashes, event.parent_block_hash, event.group_idx, event.medium)
+
+
+def chains(events: list[Any]) -> dict[Any, Any]:
+    """Each key's parent."""
+    parents = {}
+    for hashes, parent, group, medium in events:
+        for block_hash in hashes:
+            parents[block_hash, group, medium] = parent
+            parent = block_hash
+    return parents
 
 
 def test_a_million_blocks_come_back(tmp_path: Path) -> None:

@@ -2048,7 +2048,11 @@ cdef class BlockPool:
         )
 
     def take_events(self):
-        """All events since the last call, as a list of the caller's own; [] with events off."""
+        """All events since the last call, as a list of the caller's own; [] with events off.
+
+        If an event could not be made, because memory ran out after the change that it was to
+        tell of, the list is `AllBlocksCleared` and a snapshot of what the pool holds now.
+        """
         events = self.take_event_runs()
         try:
             return expand_runs(events, self.types_of_events())
