@@ -194,7 +194,7 @@ cdef class KVCacheBlock:
     cdef int detach(self) except -1
 
 
-cdef class BlockPool:
+cdef class _PoolState:
     cdef Core core
     cdef Array pages_array          # HandlePage* per 16 blocks, from the first handle on
     cdef HandlePage** pages         # NULL where no handle lives
@@ -235,61 +235,20 @@ cdef class BlockPool:
     cdef object primary_tokens(self, block_id_t id)
     cdef list extra_keys(self, block_id_t id)
     cdef list keys_of(self, block_id_t id)
-    cdef int assign_primary(self, block_id_t id, object key, object num_tokens) except -1
-    cdef int assign_primary_tokens(self, block_id_t id, object num_tokens) except -1
-    cdef int link_primary(self, block_id_t id) except -1
-    cdef int insert_key(self, object key, block_id_t id, object num_tokens) except -1
     cdef bint look_up(self, object key, Key* wanted, Holder* holder) except -1
     cdef list holders(self, const Key* key)
     cdef int after(self) except -1
-    cdef object find_rows(self, object hashes, object group, uint32_t multiple_of, bint prefix)
-    cdef object registration(self, Holder holder, bint is_primary)
-    cdef int check_available(self, int64_t count) except -1
-    cdef bint is_observed(self)
-    cdef int allocate(self, block_id_t* ids, size_t count, bint compact) except -1
-    cdef int announce_allocation(self, list taken, const block_id_t* ids, size_t count) except -1
-    cdef int notify_reuse(self, list taken) except -1
-    cdef bint evict(self, block_id_t id) except -1
-    cdef int touch_run(self, const block_id_t* ids, size_t count) except -1
-    cdef IdBuffer buffer_of(self, object blocks)
     cdef bint read_own(self, list items, block_id_t* ids) noexcept
-    cdef int release(self, IdBuffer buffer, bint hashed_last, bint all_last) except -1
-    cdef int release_in_turn(self, dict by_pool) except -1
     cdef object hash_sequence(self, object request, uint64_t block_size, Py_ssize_t* scale)
-    cdef int register_full(
-        self, const block_id_t* ids, const uint64_t* ends, HashBatch batch, uint32_t group,
-        uint64_t size, EventSource source, object stored,
-    ) except -1
-    cdef int register_steps(
-        self, const block_id_t* ids, const uint64_t* ends, HashBatch batch, uint32_t group,
-        size_t step, size_t num_keyed, RegistrationLog log,
-    ) except -1
-    cdef int register_step(
-        self, const block_id_t* ids, const uint64_t* ends, HashBatch batch, size_t first,
-        size_t total, uint32_t group, RegistrationLog log,
-    ) except -1
-    cdef void register_logged(
-        self, batches.Registrations* rows, size_t first, RegistrationLog log
-    ) noexcept
     cdef void note_width(self, uint32_t width) noexcept
     cdef uint32_t num_page_slots(self) noexcept
     cdef int check_batch_width(self, HashBatch rows) except -1
     cdef uint64_t check_boundary(self, object num_tokens) except? 0
     cdef bint holds(self, block_id_t id, bytes digest, uint32_t group) except -1
-    cdef int register_partial_id(
-        self, block_id_t id, bytes digest, uint64_t tokens, uint32_t group, bint replace,
-        object parent, object token_ids,
-    ) except -1
-    cdef int register_partial(
-        self, block_id_t id, bytes digest, uint64_t tokens, uint32_t group, bint replace,
-        object parent, object stored, EventDetail detail, bint compact,
-    ) except -1
-    cdef int evict_all(self, const block_id_t* ids, size_t count, bint compact) except -1
-    cdef size_t evict_quietly(
-        self, const block_id_t* ids, size_t count, RemovedRun removed
-    ) noexcept
-    cdef int move_run(self, block_id_t source, block_id_t target) except -1
-    cdef int forget_keys(self) except -1
+    cdef bint is_resident(self, object digest, uint32_t group) except -1
+
+
+cdef class _PoolEvents(_PoolState):
     cdef object types_of_events(self)
     cdef object make_stored(
         self, object request, list digests, object parent, object start, object end,
@@ -310,7 +269,6 @@ cdef class BlockPool:
     )
     cdef int reserve_parents(self) except -1
     cdef RemovedRun log_for(self, const block_id_t* ids, size_t count)
-    cdef bint is_resident(self, object digest, uint32_t group) except -1
     cdef int set_parent(self, object stored, object parent) except -1
     cdef int emit(self, object event, bint compact) except -1
     cdef int report(self, object event, bint compact) except -1
@@ -332,5 +290,62 @@ cdef class BlockPool:
     cdef object detail_to_move(self, Holder holder)
     cdef record_id_t last_extra(self, block_id_t id) noexcept
     cdef SnapshotRun take_snapshot(self)
+
+
+cdef class _PoolLookup(_PoolEvents):
+    cdef int assign_primary(self, block_id_t id, object key, object num_tokens) except -1
+    cdef int assign_primary_tokens(self, block_id_t id, object num_tokens) except -1
+    cdef int link_primary(self, block_id_t id) except -1
+    cdef int insert_key(self, object key, block_id_t id, object num_tokens) except -1
+    cdef object find_rows(self, object hashes, object group, uint32_t multiple_of, bint prefix)
+    cdef object registration(self, Holder holder, bint is_primary)
+
+
+cdef class _PoolAllocation(_PoolLookup):
+    cdef int check_available(self, int64_t count) except -1
+    cdef bint is_observed(self)
+    cdef int allocate(self, block_id_t* ids, size_t count, bint compact) except -1
+    cdef int announce_allocation(self, list taken, const block_id_t* ids, size_t count) except -1
+    cdef int notify_reuse(self, list taken) except -1
+    cdef bint evict(self, block_id_t id) except -1
+    cdef int touch_run(self, const block_id_t* ids, size_t count) except -1
+    cdef IdBuffer buffer_of(self, object blocks)
+    cdef int release(self, IdBuffer buffer, bint hashed_last, bint all_last) except -1
+    cdef int release_in_turn(self, dict by_pool) except -1
+    cdef int evict_all(self, const block_id_t* ids, size_t count, bint compact) except -1
+    cdef size_t evict_quietly(
+        self, const block_id_t* ids, size_t count, RemovedRun removed
+    ) noexcept
+
+
+cdef class _PoolRegistration(_PoolAllocation):
+    cdef int register_full(
+        self, const block_id_t* ids, const uint64_t* ends, HashBatch batch, uint32_t group,
+        uint64_t size, EventSource source, object stored,
+    ) except -1
+    cdef int register_steps(
+        self, const block_id_t* ids, const uint64_t* ends, HashBatch batch, uint32_t group,
+        size_t step, size_t num_keyed, RegistrationLog log,
+    ) except -1
+    cdef int register_step(
+        self, const block_id_t* ids, const uint64_t* ends, HashBatch batch, size_t first,
+        size_t total, uint32_t group, RegistrationLog log,
+    ) except -1
+    cdef void register_logged(
+        self, batches.Registrations* rows, size_t first, RegistrationLog log
+    ) noexcept
+    cdef int register_partial_id(
+        self, block_id_t id, bytes digest, uint64_t tokens, uint32_t group, bint replace,
+        object parent, object token_ids,
+    ) except -1
+    cdef int register_partial(
+        self, block_id_t id, bytes digest, uint64_t tokens, uint32_t group, bint replace,
+        object parent, object stored, EventDetail detail, bint compact,
+    ) except -1
+    cdef int move_run(self, block_id_t source, block_id_t target) except -1
+
+
+cdef class BlockPool(_PoolRegistration):
+    cdef int forget_keys(self) except -1
     cdef dict settings(self)
     cdef int load_arrays(self, dict settings, dict arrays) except -1
