@@ -109,7 +109,6 @@ class BlockHashToBlockMap:
     def pop(self, key: bytes, block_id: int) -> KVCacheBlock | None: ...
     def __len__(self) -> int: ...  # distinct keys
 
-@disjoint_base
 class BlockPool:
     logger: logging.Logger
     event_types: Any  # as cpool.events.types; None: that module
