@@ -60,7 +60,8 @@ def event_extra_keys(
     """The keys of each block without their tags, as consumers of events read them."""
     if not block_keys:
         return None
+    # Lists, no generators: Python 3.12 and 3.13 crash when one cannot be allocated.
     return [
-        None if keys is None else tuple(key[1:] if key[0] == "mm" else key[1] for key in keys)
+        None if keys is None else tuple([key[1:] if key[0] == "mm" else key[1] for key in keys])
         for keys in block_keys
     ]
