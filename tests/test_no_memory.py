@@ -7,6 +7,7 @@ so lists, integers, handles and events run out as well.
 
 import gc
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -201,10 +202,18 @@ def refuse_each(call: Callable[[], Any], check: Callable[[], Any]) -> int:
     return num_failures
 
 
+# Found with no cpool in sight: a function that returns tuple(x for x in y), refused in turn.
+SURVIVES_GENERATORS = pytest.mark.skipif(
+    sys.version_info >= (3, 12),
+    reason="this Python crashes when a generator cannot be allocated, and its json makes some",
+)
+
+
 def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+@SURVIVES_GENERATORS
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files in /proc")
 def test_a_save_without_memory_leaves_the_old_file(tmp_path: Path) -> None:
     pool, path = make_pool("events"), tmp_path / "pool"
@@ -221,6 +230,7 @@ def test_a_save_without_memory_leaves_the_old_file(tmp_path: Path) -> None:
     assert dump(cpool.BlockPool.load(path)) == {**before, "events": []}
 
 
+@SURVIVES_GENERATORS
 def test_a_load_without_memory_makes_no_pool(tmp_path: Path) -> None:
     path = tmp_path / "pool"
     pool = make_pool("events")
