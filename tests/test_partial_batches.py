@@ -29,11 +29,11 @@ def state(pool):
 def test_a_batch_is_its_single_registrations(options, truthful):
     rng = np.random.default_rng(5)
     batch, single = make_pools(**options, truthful_events=bool(options) and truthful)
-    known = rng.integers(0, 256, (40, 32), dtype=np.uint8)
+    known = rng.integers(0, 256, (6, 32), dtype=np.uint8)
     for _ in range(60):
         count = int(rng.integers(0, 30))
-        ids = rng.integers(0, 65, count)
-        rows = known[rng.integers(0, 40, count)]
+        ids = rng.integers(0, 9, count)
+        rows = known[rng.integers(0, 6, count)]
         ends = rng.integers(1, 6, count) * UNIT
         group = int(rng.integers(2))
         parents = [None if rng.integers(2) else known[0].tobytes() for _ in range(count)]
@@ -45,10 +45,22 @@ def test_a_batch_is_its_single_registrations(options, truthful):
                 parent_hash=parents[i], token_ids=tokens[i],
             )  # fmt: skip
         assert state(batch) == state(single)
-        evicted = rng.integers(1, 65, 3)
+        evicted = rng.integers(1, 9, 1)
         batch.evict_ids(evicted)
         single.evict_ids(evicted)
     assert batch.num_cached_keys == single.num_cached_keys > 0
+
+
+def test_a_key_that_an_earlier_row_takes_away_is_registered_again():
+    batch, single = make_pools(enable_kv_cache_events=True)
+    short, long = b"s" * 32, b"l" * 32
+    for pool in (batch, single):
+        pool.cache_partial_id(5, short, UNIT, 0)
+    batch.cache_partial_ids([5, 5], [long, short], [2 * UNIT, UNIT], 0)
+    single.cache_partial_id(5, long, 2 * UNIT, 0)
+    single.cache_partial_id(5, short, UNIT, 0)
+    assert len(batch.registrations(5)) == 2
+    assert state(batch) == state(single)
 
 
 def test_a_repeated_batch_changes_nothing_and_emits_nothing():

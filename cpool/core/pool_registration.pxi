@@ -428,6 +428,7 @@ cdef class _PoolRegistration(_PoolAllocation):
         cdef IdBuffer found = make_buffer(batch.count)
         cdef space_t space
         cdef size_t i, num_new = 0
+        cdef bint is_changed = False
         self.check_batch_width(rows)
         parents_of = check_length(parent_hashes, batch.count, "parent_hashes")
         tokens_of = check_length(token_ids, batch.count, "token_ids")
@@ -446,9 +447,11 @@ cdef class _PoolRegistration(_PoolAllocation):
             num_new += batch.ids[i] != NULL_BLOCK and found.ids[i] != batch.ids[i]
         if num_new:
             copy_ids(batch)     # what follows may run the caller's code
-            registry.reserve(&self.core, group, rows.width, num_new, num_new)
+            # A new key can take others of its block away, so the rows behind it are asked anew.
+            registry.reserve(&self.core, group, rows.width, batch.count, batch.count)
             for i in range(batch.count):
-                if batch.ids[i] != NULL_BLOCK and found.ids[i] != batch.ids[i]:
+                is_changed = is_changed or found.ids[i] != batch.ids[i]
+                if batch.ids[i] != NULL_BLOCK and is_changed:
                     self.register_partial_id(
                         batch.ids[i], rows.row(i), ends.values[i], group, False,
                         parents_of[i] if parents_of is not None else None,
