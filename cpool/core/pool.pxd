@@ -312,6 +312,7 @@ cdef class _PoolAllocation(_PoolLookup):
     cdef IdBuffer buffer_of(self, object blocks)
     cdef int release(self, IdBuffer buffer, bint hashed_last, bint all_last) except -1
     cdef int release_in_turn(self, dict by_pool) except -1
+    cdef object count_known(self, const block_id_t* ids, size_t count)
     cdef int evict_all(self, const block_id_t* ids, size_t count, bint compact) except -1
     cdef size_t evict_quietly(
         self, const block_id_t* ids, size_t count, RemovedRun removed
@@ -334,9 +335,11 @@ cdef class _PoolRegistration(_PoolAllocation):
     cdef void register_logged(
         self, batches.Registrations* rows, size_t first, RegistrationLog log
     ) noexcept
-    cdef int register_partial_id(
-        self, block_id_t id, bytes digest, uint64_t tokens, uint32_t group, bint replace,
-        object parent, object token_ids,
+    cdef tuple partial_row(
+        self, size_t i, bytes digest, uint32_t group, object parent, object token_ids
+    )
+    cdef int register_partial_rows(
+        self, IdBatch batch, TokenBuffer ends, uint32_t width, uint32_t group, list said
     ) except -1
     cdef int register_partial(
         self, block_id_t id, bytes digest, uint64_t tokens, uint32_t group, bint replace,
@@ -347,5 +350,6 @@ cdef class _PoolRegistration(_PoolAllocation):
 
 cdef class BlockPool(_PoolRegistration):
     cdef int forget_keys(self) except -1
+    cdef int finish_reset(self) except -1
     cdef dict settings(self)
     cdef int load_arrays(self, dict settings, dict arrays) except -1

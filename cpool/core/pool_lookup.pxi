@@ -57,6 +57,7 @@ cdef class _PoolLookup(_PoolEvents):
         cdef keys.Space space
         cdef Holder other
         cdef uint64_t num_keys
+        cdef bytes name
         if not self.core.blocks.keys[id].space & LOOSE_FLAG:
             return 0
         key = registry.key_of(&self.core, registry.primary(id))
@@ -65,11 +66,12 @@ cdef class _PoolLookup(_PoolEvents):
         key = registry.key_of(&self.core, registry.primary(id))
         if registry.find_held_by(&self.core, &key, id, &other):
             return 0
+        name = self.key_bytes(registry.primary(id))
         self.core.blocks.keys[id].space &= ~<space_t>LOOSE_FLAG
         num_keys = self.core.table.num_used
         registry.link(&self.core, registry.primary(id), registry.hash_of(&self.core, &key))
         if self.core.table.num_used != num_keys:
-            self.emit_arrival(self.key_bytes(registry.primary(id)))
+            self.emit_arrival(name)
         return 0
 
     cdef int insert_key(self, object key, block_id_t id, object num_tokens) except -1:
