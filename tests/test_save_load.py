@@ -7,6 +7,7 @@ import random
 import struct
 import tracemalloc
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from . import operations
 from .operations import RandomPicker
 from .support import Collector, dump, event_fields, in_any_order, make_request
 from .test_model import Pair
+from .test_save_details import detailed_pool
 
 testing = getattr(cpool.core.pool, "_testing", None)
 CHAIN = make_request(12)
@@ -381,9 +383,12 @@ def test_what_no_pool_can_be_is_refused(name: str, tmp_path: Path) -> None:
         cpool.BlockPool.load(path)
 
 
-def test_random_changes_with_right_checksums_make_a_sound_pool_or_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [mixed_pool, detailed_pool])
+def test_random_changes_with_right_checksums_make_a_sound_pool_or_none(
+    make: Callable[[], Any], tmp_path: Path
+) -> None:
     """Whatever the arrays say, the pool that comes of it holds all invariants."""
-    pool = mixed_pool()
+    pool = make()
     settings, arrays = saving.read(saved(pool, tmp_path))
     rng = random.Random(5)
     num_built = 0
@@ -400,7 +405,9 @@ def test_random_changes_with_right_checksums_make_a_sound_pool_or_none(tmp_path:
             continue
         num_built += 1
         loaded.check_consistency()
-        loaded.evict_blocks(range(24))
+        if loaded.enable_kv_cache_events:
+            assert list(loaded.snapshot_events().events)
+        loaded.evict_blocks(range(loaded.num_gpu_blocks))
         assert loaded.num_registrations == 0
         loaded.check_consistency()
     assert 0 < num_built < 400

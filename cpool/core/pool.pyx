@@ -393,9 +393,12 @@ cdef class BlockPool(_PoolRegistration):
         load_details(
             <BlockPool>self, <const SavedRegistration*>registrations, extras.ids, count, arrays
         )
-        self.group_block_sizes.update(
-            (int(group), int(size)) for group, _, size in arrays["spaces"].tolist() if size
-        )
+        # By column: numpy crashes when it cannot make the tuples of all fields.
+        for group, size in zip(
+            arrays["spaces"]["group"].tolist(), arrays["spaces"]["block_size"].tolist()
+        ):
+            if size:
+                self.group_block_sizes[group] = size
         self.hash_width = settings["hash_width"]
         self.num_evicted_blocks = settings["num_evicted_blocks"]
         self.after()

@@ -7,6 +7,11 @@
 cdef object DETAIL_DTYPE = np.dtype([("number", "<u4"), ("row", "<u4")])
 
 
+cdef struct SavedDetail:
+    uint32_t number
+    uint32_t row
+
+
 cdef list details_in_order(BlockPool pool):
     # (EventDetail, its block) or None of each registration, in the order of save_registrations.
     cdef const Core* core = &pool.core
@@ -26,27 +31,30 @@ cdef list details_in_order(BlockPool pool):
 cdef dict detail_arrays(BlockPool pool):
     cdef dict numbers = {}
     cdef list fields = []
-    cdef list rows = []
+    cdef list in_order
     cdef EventDetail detail
+    cdef SavedDetail* saved
+    cdef size_t i
     if pool.details is None:
         return {
             "details": np.empty(0, DETAIL_DTYPE),
             "tokens": np.empty(0, np.uint8),
             "texts": np.empty(0, np.uint8),
         }
-    for kept in details_in_order(pool):
+    in_order = details_in_order(pool)
+    rows = np.zeros(len(in_order), DETAIL_DTYPE)
+    saved = <SavedDetail*>data_of(rows)
+    for i, kept in enumerate(in_order):
         if kept is None:
-            rows.append((0, 0))
             continue
-        detail, row = kept
-        number = numbers.setdefault(id(detail), len(numbers) + 1)
-        if number > len(fields):
+        detail, saved[i].row = kept
+        saved[i].number = numbers.setdefault(id(detail), len(numbers) + 1)
+        if saved[i].number > <size_t>len(fields):
             fields.append(saved_details.Detail(
                 detail.token_ids, detail.size, detail.lora_id, detail.lora_name,
                 detail.session_id, detail.extra_keys,
             ))
-        rows.append((number, row))
-    return {"details": np.array(rows, DETAIL_DTYPE), **saved_details.pack(fields)}
+    return {"details": rows, **saved_details.pack(fields)}
 
 
 cdef int load_details(
@@ -57,6 +65,8 @@ cdef int load_details(
     cdef size_t i
     cdef list details = []
     cdef EventDetail detail
+    cdef void* rows = data_of(arrays["details"])
+    cdef SavedDetail* row = <SavedDetail*>rows
     if not len(arrays["details"]):
         if len(arrays["tokens"]) or len(arrays["texts"]):
             raise SavedPoolError("there are details of no registration")
@@ -74,10 +84,12 @@ cdef int load_details(
         details.append(detail)
     pool.extra_details = {}
     pool.details = [None] * pool.core.blocks.num_blocks
-    for i, (number, row) in enumerate(arrays["details"].tolist()):
-        if number > len(details):
-            raise SavedPoolError(f"registration {i} names detail {number} of {len(details)}")
-        kept = (details[number - 1], row) if number else None
+    for i in range(count):
+        if row[i].number > <size_t>len(details):
+            raise SavedPoolError(
+                f"registration {i} names detail {row[i].number} of {len(details)}"
+            )
+        kept = (details[row[i].number - 1], row[i].row) if row[i].number else None
         if extras[i] == NO_RECORD:
             pool.details[saved[i].block] = kept
         else:
