@@ -35,8 +35,12 @@ cdef class _PoolRegistration(_PoolAllocation):
                 range; nothing was changed.
             IndexError: The request has too few hashes; nothing was changed.
         """
-        cdef int64_t first = read_count(num_cached_blocks, "num_cached_blocks", 0, 1 << 40)
-        cdef int64_t last = read_count(num_full_blocks, "num_full_blocks", 0, 1 << 40)
+        cdef int64_t first = read_count(
+            num_cached_blocks, "num_cached_blocks", 0, MAX_NUM_TOKENS
+        )
+        cdef int64_t last = read_count(
+            num_full_blocks, "num_full_blocks", 0, MAX_NUM_TOKENS
+        )
         cdef uint64_t size = read_count(block_size, "block_size", 1, MAX_NUM_TOKENS)
         cdef uint32_t group = read_group(kv_cache_group_id)
         cdef Py_ssize_t scale
