@@ -103,7 +103,9 @@ def test_a_reset_whose_hook_raises_has_still_forgotten_all_keys() -> None:
 
 @pytest.mark.parametrize("truthful", [False, True])
 def test_consumers_hear_of_a_reset_whose_hook_raises(truthful: bool) -> None:
-    pool = cpool.BlockPool(6, True, 4, True, Hooks("reset", raise_at(None)), truthful_events=truthful)
+    pool = cpool.BlockPool(
+        6, True, 4, True, Hooks("reset", raise_at(None)), truthful_events=truthful
+    )
     pool.cache_full_ids([1, 2], make_request(2).block_hashes, 0, 4)
     pool.take_events()
     with pytest.raises(RuntimeError, match="from the hook"):
