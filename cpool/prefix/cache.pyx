@@ -19,10 +19,11 @@ from cpool.core.memory cimport prefetch
 from cpool.core.types cimport (
     block_id_t, space_t, uint32_t, uint64_t, MAX_HASH_BYTES, MAX_NUM_TOKENS, NO_RECORD,
 )
-from cpool.prefix cimport evictions, lookup, rows
+from cpool.prefix cimport evictions, lookup, rows, run
 from cpool.prefix.evictions cimport Eviction, Evictions
 from cpool.prefix.lookup cimport GroupSet, Hit, Query, FULL_ATTENTION, MAMBA
 from cpool.prefix.rows cimport Kind, Row
+from cpool.prefix.run cimport Guess
 from cpython.buffer cimport (
     Py_buffer, PyBUF_WRITABLE, PyBuffer_Release,
     PyObject_CheckBuffer, PyObject_GetBuffer,
@@ -96,6 +97,7 @@ cdef class PrefixCache:
     cdef Need* needs                # of each group, for the step at work
     cdef space_t* spaces            # of each group, for the lookup at work
     cdef block_id_t* tail           # of each group, for the lookup at work
+    cdef Guess* guesses             # of each group, from the last lookup
     cdef tuple nothing              # an empty array for each group
     cdef uint64_t scheduler_block_size      # tokens
     cdef uint64_t match_unit_tokens
@@ -115,6 +117,7 @@ cdef class PrefixCache:
         self.needs = NULL
         self.spaces = NULL
         self.tail = NULL
+        self.guesses = NULL
         self.history.cells = NULL
 
     def __init__(self, pool, groups, *, match=None, remember_evictions=0):
@@ -134,6 +137,7 @@ cdef class PrefixCache:
         self.needs = <Need*>room(self.num_groups, sizeof(Need))
         self.spaces = <space_t*>room(self.num_groups, sizeof(space_t))
         self.tail = <block_id_t*>room(self.num_groups, sizeof(block_id_t))
+        self.guesses = <Guess*>room(self.num_groups, sizeof(Guess))
         for s, group_set in enumerate(self.layout.sets):
             self.sets[s].kind = KIND_OF[type(group_set.group)]
             self.sets[s].block_size = group_set.group.block_size
@@ -165,6 +169,11 @@ cdef class PrefixCache:
         )
 
     def __dealloc__(self):
+        cdef uint32_t g
+        if self.guesses != NULL:
+            for g in range(self.num_groups):
+                run.forget(&self.guesses[g])
+        PyMem_Free(self.guesses)
         PyMem_Free(self.sets)
         PyMem_Free(self.members)
         PyMem_Free(self.set_of)
@@ -249,7 +258,10 @@ cdef class PrefixCache:
         query.row_bytes = batch.row_bytes
         query.unit = self.pool.hash_block_size
         query.match_unit = self.match_unit_tokens
+        query.sets = self.sets
+        query.num_sets = self.num_sets
         query.spaces = self.spaces
+        query.guesses = NULL
         query.tail = self.tail
         query.found = match.rows
         return match
@@ -257,6 +269,7 @@ cdef class PrefixCache:
     cdef PrefixMatch find(self, object hashes, HashBatch batch, uint64_t max_tokens):
         cdef Query query
         cdef PrefixMatch match = self.prepare(&query, hashes, batch, max_tokens)
+        query.guesses = self.guesses
         if self.is_single:
             lookup.match_set(&query, self.sets, max_tokens, self.sets[0].eagle, match.hits)
             match.num_tokens = match.hits[0].num_tokens

@@ -13,10 +13,15 @@
 #
 # Decisions are those of vLLM 0.32.0's managers and of its hybrid coordinator. Reads the pool
 # and changes nothing. 0, the null block, stands for a block that is not needed.
-from cpool.core cimport batches, registry
+from cpool.core cimport batches, registry, table
 from cpool.core.keys cimport Key
+from cpool.core.memory cimport prefetch
 from cpool.core.registry cimport Core, Holder
-from cpool.core.types cimport block_id_t, space_t, uint8_t, uint32_t, uint64_t, NO_BLOCK
+from cpool.core.types cimport (
+    block_id_t, hash_t, space_t, uint8_t, uint32_t, uint64_t, NO_BLOCK,
+)
+from cpool.prefix cimport run
+from cpool.prefix.run cimport Guess
 from libc.string cimport memset
 
 cdef enum:
@@ -51,7 +56,10 @@ cdef struct Query:
     size_t num_rows
     uint32_t unit           # hash_block_size, tokens
     uint64_t match_unit     # hits end at its multiples, tokens
+    const GroupSet* sets
+    uint32_t num_sets
     space_t* spaces         # of each group; 0 when nothing was ever registered in it
+    Guess* guesses          # of each group, for full attention; or NULL
     block_id_t** found      # of each group: room for one id a block
     block_id_t* tail        # of each group: the block of the last probe that hit
 
@@ -92,25 +100,22 @@ cdef inline bint others_hold(const Query* query, const GroupSet* set, size_t row
     return True
 
 
-cdef inline size_t run_of(
-    const Query* query, uint32_t group, size_t step, size_t first, size_t count
-) noexcept:
-    # Blocks first, first + 1, ... of one group, up to `count` or the first that is missing.
-    return batches.find_batch(
-        query.core, query.rows + ((first + 1) * step - 1) * query.row_bytes,
-        step * query.row_bytes, count, query.spaces[group], 0, True, query.found[group] + first,
-    )
-
-
 cdef inline size_t find_run(
     const Query* query, const GroupSet* set, size_t first, size_t count
 ) noexcept:
-    cdef uint32_t i
+    # Blocks first, first + 1, ... that every member has, `count` at most.
+    cdef uint32_t i, group
     cdef size_t step = set.block_size // query.unit
+    cdef bint can_guess = set.kind == FULL_ATTENTION and query.guesses != NULL
     if not can_hit(query, set):
         return 0
     for i in range(set.num_members):
-        count = run_of(query, set.members[i], step, first, count)
+        group = set.members[i]
+        count = run.find_run(
+            query.core, query.rows + ((first + 1) * step - 1) * query.row_bytes,
+            step * query.row_bytes, count, query.spaces[group],
+            &query.guesses[group] if can_guess else NULL, query.found[group] + first,
+        )
     return count
 
 
