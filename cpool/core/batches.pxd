@@ -28,7 +28,7 @@ cdef inline void prefetch_holder(const Core* core, ref_t ref) noexcept:
     cdef ref_t tag = ref & ~<ref_t>INDEX_MASK
     if tag == PRIMARY:
         prefetch(blocks.digest_slot(&core.blocks, index))
-        if core.num_spaces > 2:
+        if core.has_widths:
             prefetch(&core.blocks.keys[index])
     elif tag == <ref_t>SHARED:
         prefetch(shared_keys.key(&core.shared, index))
