@@ -17,7 +17,7 @@ from cpool.core.registry cimport Core, Holder
 from cpool.core.keys cimport Key
 from cpool.core.memory cimport prefetch
 from cpool.core.types cimport (
-    block_id_t, space_t, uint32_t, uint64_t, MAX_HASH_BYTES, MAX_NUM_TOKENS, NO_RECORD,
+    block_id_t, int64_t, space_t, uint32_t, uint64_t, MAX_HASH_BYTES, MAX_NUM_TOKENS, NO_RECORD,
 )
 from cpool.prefix cimport evictions, lookup, rows, run
 from cpool.prefix.evictions cimport Eviction, Evictions
@@ -28,6 +28,7 @@ from cpython.buffer cimport (
     Py_buffer, PyBUF_WRITABLE, PyBuffer_Release,
     PyObject_CheckBuffer, PyObject_GetBuffer,
 )
+from cpython.long cimport PyLong_AsLongLongAndOverflow
 from cpython.mem cimport PyMem_Calloc, PyMem_Free, PyMem_Malloc
 from libc.string cimport memcmp, memcpy, memset
 
@@ -229,29 +230,10 @@ cdef class PrefixCache:
             )
         return self.find(hashes, batch, limit)
 
-    cdef PrefixMatch prepare(
-        self, Query* query, object hashes, HashBatch batch, uint64_t max_tokens
-    ):
-        # An empty match with room for what `query` will find.
-        cdef PrefixMatch match = PrefixMatch.__new__(PrefixMatch)
+    cdef void ask(self, Query* query, HashBatch batch) noexcept:
         cdef uint32_t g
-        cdef size_t placed = 0
-        match.cache = self
-        match.hashes = hashes
-        match.max_tokens = max_tokens
-        match.num_hashes = batch.count
-        match.hits = <Hit*>room(self.num_sets, sizeof(Hit))
-        match.rows = <block_id_t**>room(self.num_groups, sizeof(block_id_t*))
-        for g in range(self.num_groups):
-            placed += rows.blocks_for(max_tokens, self.kinds[g].block_size) + 2
-        match.storage = <block_id_t*>PyMem_Malloc(placed * sizeof(block_id_t))
-        if match.storage == NULL:
-            raise MemoryError(f"cannot allocate room for {placed} block ids")
-        placed = 0
         for g in range(self.num_groups):
             self.spaces[g] = registry.find_space(&self.pool.core, g, batch.width)
-            match.rows[g] = match.storage + placed
-            placed += rows.blocks_for(max_tokens, self.kinds[g].block_size) + 2
         query.core = &self.pool.core
         query.rows = batch.rows
         query.num_rows = batch.count
@@ -263,13 +245,27 @@ cdef class PrefixCache:
         query.spaces = self.spaces
         query.guesses = NULL
         query.tail = self.tail
+
+    cdef PrefixMatch prepare(
+        self, Query* query, object hashes, HashBatch batch, uint64_t max_tokens
+    ):
+        # An empty match with room for what `query` will find.
+        cdef PrefixMatch match = PrefixMatch.__new__(PrefixMatch)
+        match.make_room(self, max_tokens)
+        match.hashes = hashes
+        match.max_tokens = max_tokens
+        match.num_hashes = batch.count
         query.found = match.rows
         return match
 
     cdef PrefixMatch find(self, object hashes, HashBatch batch, uint64_t max_tokens):
         cdef Query query
-        cdef PrefixMatch match = self.prepare(&query, hashes, batch, max_tokens)
+        cdef PrefixMatch match
+        self.ask(&query, batch)
         query.guesses = self.guesses
+        # Memory answers while the match is made.
+        lookup.fetch_rows(&query, max_tokens)
+        match = self.prepare(&query, hashes, batch, max_tokens)
         if self.is_single:
             lookup.match_set(&query, self.sets, max_tokens, self.sets[0].eagle, match.hits)
             match.num_tokens = match.hits[0].num_tokens
@@ -298,7 +294,9 @@ cdef class PrefixCache:
         cdef uint32_t g = read_tokens(
             kv_cache_group_id, "kv_cache_group_id", 0, self.num_groups - 1
         )
-        cdef PrefixMatch scratch = self.prepare(&query, hashes, batch, read_tokens(
+        cdef PrefixMatch scratch
+        self.ask(&query, batch)
+        scratch = self.prepare(&query, hashes, batch, read_tokens(
             max_tokens, "max_tokens", 0, batch.count * self.pool.hash_block_size
             + self.pool.hash_block_size - 1
         ))

@@ -33,6 +33,10 @@ cdef enum:
     FIRST_PROBES = 4        # searches from the right end soon, if they end with a hit:
     MAX_PROBES = 256        # they begin with few rows in flight and double
 
+    ROWS = 0                # stages of the first probes: what to ask memory for
+    CELLS = 1
+    HOLDERS = 2
+
 
 cdef struct GroupSet:
     uint32_t kind
@@ -88,6 +92,65 @@ cdef inline void probe(
         query.core, query.rows + ((low + 1) * step - 1) * query.row_bytes,
         step * query.row_bytes, high - low, query.spaces[group], 0, False, found,
     )
+
+
+# The first probes from the right end, of all sets, are asked for before anything is decided:
+# most lookups end there, and then all of them have waited for memory together.
+
+cdef inline size_t probe_step(const Query* query, const GroupSet* set) noexcept:
+    # Rows between two probes from the right end; 0 for a set that is only read from the left.
+    if set.kind == MAMBA:
+        return query.match_unit // query.unit
+    if set.kind == SLIDING_WINDOW:
+        return set.block_size // query.unit
+    return 1 if set.kind == FULL_ATTENTION and query.match_unit < set.block_size else 0
+
+
+cdef inline void fetch_row(const Query* query, uint32_t group, size_t row, int stage) noexcept:
+    cdef Key key
+    cdef hash_t hash
+    key.digest = query.rows + row * query.row_bytes
+    key.space = query.spaces[group]
+    if stage == ROWS:
+        prefetch(key.digest)
+    elif key.space:
+        hash = registry.hash_of(query.core, &key)
+        if stage == CELLS:
+            table.prefetch_home(&query.core.table, hash)
+        else:
+            batches.prefetch_holder(query.core, run.first_ref(query.core, hash))
+
+
+cdef inline void fetch_right_end(const Query* query, uint64_t max_tokens, int stage) noexcept:
+    cdef uint64_t num_rows = min(max_tokens // query.unit, <uint64_t>query.num_rows)
+    cdef const GroupSet* set
+    cdef size_t step, high, i
+    cdef uint32_t s, m
+    if stage != ROWS and query.core.table.num_used == 0:
+        return
+    for s in range(query.num_sets):
+        set = &query.sets[s]
+        step = probe_step(query, set)
+        if step == 0:
+            continue
+        high = num_rows // step
+        for i in range(high - min(high, <size_t>FIRST_PROBES), high):
+            for m in range(set.num_members):
+                fetch_row(query, set.members[m], (i + 1) * step - 1, stage)
+
+
+cdef inline void fetch_rows(const Query* query, uint64_t max_tokens) noexcept:
+    # The rows that are read first, as far as they lie in cache lines of their own.
+    cdef size_t step, i
+    cdef uint32_t s
+    for s in range(query.num_sets):
+        step = query.sets[s].block_size // query.unit
+        if query.sets[s].kind == FULL_ATTENTION and step * query.row_bytes > run.ONE_LINE:
+            for i in range(min(max_tokens // query.unit, <uint64_t>query.num_rows) // step):
+                if i == run.RING:
+                    break
+                prefetch(query.rows + ((i + 1) * step - 1) * query.row_bytes)
+    fetch_right_end(query, max_tokens, ROWS)
 
 
 cdef inline bint others_hold(const Query* query, const GroupSet* set, size_t row) noexcept:
@@ -167,6 +230,7 @@ cdef inline void match_full_attention(
     cdef size_t run = find_run(query, set, 0, limit // size)
     cdef size_t boundary
     hit.num_tokens = <uint64_t>run * size
+    fetch_right_end(query, max_tokens, HOLDERS)
     if query.match_unit < size:
         boundary = find_highest(
             query, set, 1, run * step, min(run * step + step - 1, limit // query.unit)
@@ -297,6 +361,7 @@ cdef inline uint64_t match_all(
     # Two sets, full attention first: what the second accepts, the first has already.
     cdef bint one_round = num_sets == 2 and sets[0].kind == FULL_ATTENTION
     longest[0] = 0
+    fetch_right_end(query, max_tokens, CELLS)
     while True:
         current = length
         for s in range(num_sets):

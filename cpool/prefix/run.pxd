@@ -30,6 +30,7 @@ cdef struct Guess:      # of one group
     block_id_t* ids     # the run of the last lookup
     size_t count
     size_t capacity
+    uint8_t start       # the first byte of its first row
 
 
 cdef inline void forget(Guess* guess) noexcept:
@@ -39,7 +40,9 @@ cdef inline void forget(Guess* guess) noexcept:
     guess.capacity = 0
 
 
-cdef inline void remember(Guess* guess, const block_id_t* ids, size_t first, size_t count) noexcept:
+cdef inline void remember(
+    Guess* guess, const uint8_t* digests, const block_id_t* ids, size_t first, size_t count
+) noexcept:
     # The run is `count` blocks, and the guess was right before `first`. Without memory for it
     # there is no guess.
     cdef void* fresh
@@ -54,6 +57,7 @@ cdef inline void remember(Guess* guess, const block_id_t* ids, size_t first, siz
         guess.capacity = count
     memcpy(guess.ids + first, ids + first, (count - first) * sizeof(block_id_t))
     guess.count = count
+    guess.start = digests[0]
 
 
 cdef inline bint holds_alone(
@@ -77,6 +81,9 @@ cdef inline size_t confirm(
     # Rows from the left for which the guess is right; `found` gets their blocks.
     cdef uint32_t width = core.spaces[space].width
     cdef size_t row, stop = min(count, guess.count)
+    if stop == 0 or digests[0] != guess.start:
+        # Another prompt's: nothing is read for it.
+        return 0
     for row in range(min(stop, <size_t>STRETCH)):
         prefetch_block(core, guess.ids[row])
     for row in range(stop):
@@ -167,5 +174,5 @@ cdef inline size_t find_run(
         return find_staged(core, digests, row_bytes, 0, count, space, found)
     right = confirm(core, digests, row_bytes, count, space, guess, found)
     count = find_staged(core, digests, row_bytes, right, count, space, found)
-    remember(guess, found, right, count)
+    remember(guess, digests, found, right, count)
     return count
