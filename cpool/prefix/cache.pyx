@@ -238,6 +238,7 @@ cdef class PrefixCache:
         query.rows = batch.rows
         query.num_rows = batch.count
         query.row_bytes = batch.row_bytes
+        query.width = batch.width
         query.unit = self.pool.hash_block_size
         query.match_unit = self.match_unit_tokens
         query.sets = self.sets

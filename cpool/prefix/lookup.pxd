@@ -15,7 +15,6 @@
 # and changes nothing. 0, the null block, stands for a block that is not needed.
 from cpool.core cimport batches, registry, table
 from cpool.core.keys cimport Key
-from cpool.core.memory cimport prefetch
 from cpool.core.registry cimport Core, Holder
 from cpool.core.types cimport (
     block_id_t, hash_t, space_t, uint8_t, uint32_t, uint64_t, NO_BLOCK,
@@ -30,8 +29,8 @@ cdef enum:
     CHUNKED_LOCAL = 2
     MAMBA = 3
 
-    FIRST_PROBES = 4        # searches from the right end soon, if they end with a hit:
-    MAX_PROBES = 256        # they begin with few rows in flight and double
+    FIRST_PROBES = 4        # searches from the right end soon, if they end with a hit: they
+    MAX_PROBES = 256        # begin with few rows in flight, and with more each round
 
     ROWS = 0                # stages of the first probes: what to ask memory for
     CELLS = 1
@@ -57,6 +56,7 @@ cdef struct Query:
     const Core* core
     const uint8_t* rows
     size_t row_bytes
+    uint32_t width          # bytes of a digest
     size_t num_rows
     uint32_t unit           # hash_block_size, tokens
     uint64_t match_unit     # hits end at its multiples, tokens
@@ -94,8 +94,8 @@ cdef inline void probe(
     )
 
 
-# The first probes from the right end, of all sets, are asked for before anything is decided:
-# most lookups end there, and then all of them have waited for memory together.
+# The first probe from the right end, of all sets, is asked for before anything is decided: most
+# lookups that hit end there, and then all of them have waited for memory together.
 
 cdef inline size_t probe_step(const Query* query, const GroupSet* set) noexcept:
     # Rows between two probes from the right end; 0 for a set that is only read from the left.
@@ -106,13 +106,13 @@ cdef inline size_t probe_step(const Query* query, const GroupSet* set) noexcept:
     return 1 if set.kind == FULL_ATTENTION and query.match_unit < set.block_size else 0
 
 
-cdef inline void fetch_row(const Query* query, uint32_t group, size_t row, int stage) noexcept:
+cdef inline void fetch_probe(const Query* query, uint32_t group, size_t row, int stage) noexcept:
     cdef Key key
     cdef hash_t hash
     key.digest = query.rows + row * query.row_bytes
     key.space = query.spaces[group]
     if stage == ROWS:
-        prefetch(key.digest)
+        run.prefetch_row(key.digest, query.width)
     elif key.space:
         hash = registry.hash_of(query.core, &key)
         if stage == CELLS:
@@ -121,22 +121,19 @@ cdef inline void fetch_row(const Query* query, uint32_t group, size_t row, int s
             batches.prefetch_holder(query.core, run.first_ref(query.core, hash))
 
 
-cdef inline void fetch_right_end(const Query* query, uint64_t max_tokens, int stage) noexcept:
+cdef inline void fetch_probes(const Query* query, uint64_t max_tokens, int stage) noexcept:
     cdef uint64_t num_rows = min(max_tokens // query.unit, <uint64_t>query.num_rows)
     cdef const GroupSet* set
-    cdef size_t step, high, i
-    cdef uint32_t s, m
+    cdef size_t step
+    cdef uint32_t s, i
     if stage != ROWS and query.core.table.num_used == 0:
         return
     for s in range(query.num_sets):
         set = &query.sets[s]
         step = probe_step(query, set)
-        if step == 0:
-            continue
-        high = num_rows // step
-        for i in range(high - min(high, <size_t>FIRST_PROBES), high):
-            for m in range(set.num_members):
-                fetch_row(query, set.members[m], (i + 1) * step - 1, stage)
+        if step and num_rows >= step:
+            for i in range(set.num_members):
+                fetch_probe(query, set.members[i], num_rows // step * step - 1, stage)
 
 
 cdef inline void fetch_rows(const Query* query, uint64_t max_tokens) noexcept:
@@ -147,16 +144,20 @@ cdef inline void fetch_rows(const Query* query, uint64_t max_tokens) noexcept:
         step = query.sets[s].block_size // query.unit
         if query.sets[s].kind == FULL_ATTENTION and step * query.row_bytes > run.ONE_LINE:
             for i in range(min(max_tokens // query.unit, <uint64_t>query.num_rows) // step):
-                if i == run.RING:
+                if i == run.STRETCH:
                     break
-                prefetch(query.rows + ((i + 1) * step - 1) * query.row_bytes)
-    fetch_right_end(query, max_tokens, ROWS)
+                run.prefetch_row(
+                    query.rows + ((i + 1) * step - 1) * query.row_bytes, query.width
+                )
+    fetch_probes(query, max_tokens, ROWS)
 
 
-cdef inline bint others_hold(const Query* query, const GroupSet* set, size_t row) noexcept:
-    # Whether the members after the first have the row too; their blocks go to `tail`.
+cdef inline bint hold(
+    const Query* query, const GroupSet* set, uint32_t first, size_t row
+) noexcept:
+    # Whether the set's members from `first` on have the row; their blocks go to `tail`.
     cdef uint32_t i
-    for i in range(1, set.num_members):
+    for i in range(first, set.num_members):
         query.tail[set.members[i]] = find_row(query, set.members[i], row)
         if query.tail[set.members[i]] == 0:
             return False
@@ -189,8 +190,11 @@ cdef inline size_t find_highest(
     # go to `tail`.
     cdef block_id_t found[MAX_PROBES]
     cdef size_t width = FIRST_PROBES, bottom, i
-    if not can_hit(query, set):
+    if high <= low or not can_hit(query, set):
         return 0
+    if hold(query, set, 0, high * step - 1):
+        return high
+    high -= 1
     while high > low:
         bottom = high - min(high - low, width)
         probe(query, set.members[0], step, bottom, high, found)
@@ -198,11 +202,11 @@ cdef inline size_t find_highest(
         while i > bottom:
             if found[i - 1 - bottom] != NO_BLOCK:
                 query.tail[set.members[0]] = found[i - 1 - bottom]
-                if others_hold(query, set, i * step - 1):
+                if hold(query, set, 1, i * step - 1):
                     return i
             i -= 1
         high = bottom
-        width = min(2 * width, <size_t>MAX_PROBES)
+        width = min(4 * width, <size_t>MAX_PROBES)
     return 0
 
 
@@ -230,7 +234,7 @@ cdef inline void match_full_attention(
     cdef size_t run = find_run(query, set, 0, limit // size)
     cdef size_t boundary
     hit.num_tokens = <uint64_t>run * size
-    fetch_right_end(query, max_tokens, HOLDERS)
+    fetch_probes(query, max_tokens, HOLDERS)
     if query.match_unit < size:
         boundary = find_highest(
             query, set, 1, run * step, min(run * step + step - 1, limit // query.unit)
@@ -288,7 +292,7 @@ cdef inline void match_sliding_window(
                 run = 0
                 continue
             query.tail[set.members[0]] = found[i - bottom]
-            if not others_hold(query, set, (i + 1) * step - 1):
+            if not hold(query, set, 1, (i + 1) * step - 1):
                 run = 0
                 continue
             if run == 0 and ((i if drop else i + 1) * size) % query.match_unit:
@@ -361,7 +365,7 @@ cdef inline uint64_t match_all(
     # Two sets, full attention first: what the second accepts, the first has already.
     cdef bint one_round = num_sets == 2 and sets[0].kind == FULL_ATTENTION
     longest[0] = 0
-    fetch_right_end(query, max_tokens, CELLS)
+    fetch_probes(query, max_tokens, CELLS)
     while True:
         current = length
         for s in range(num_sets):

@@ -69,6 +69,12 @@ cdef inline bint holds_alone(
     )
 
 
+cdef inline void prefetch_row(const uint8_t* digest, uint32_t width) noexcept:
+    # It may lie across two cache lines.
+    prefetch(digest)
+    prefetch(digest + width - 1)
+
+
 cdef inline void prefetch_block(const Core* core, block_id_t id) noexcept:
     prefetch(&core.blocks.keys[id])
     prefetch(blocks.digest_slot(&core.blocks, id))
@@ -122,6 +128,7 @@ cdef inline size_t find_staged(
     cdef size_t hashed = first  # ... have passed the first stage
     cdef size_t sought = first  # ... and the second
     cdef size_t row = first
+    cdef uint32_t width = core.spaces[space].width
     cdef size_t i, stop
     cdef Holder holder
     cdef Key key
@@ -130,7 +137,7 @@ cdef inline size_t find_staged(
         if row_bytes > ONE_LINE:
             stop = min(count, row + 4 * STRETCH)
             for i in range(asked, stop):
-                prefetch(digests + i * row_bytes)
+                prefetch_row(digests + i * row_bytes, width)
             asked = stop
         stop = min(count, row + 3 * STRETCH)
         for i in range(hashed, stop):
