@@ -85,7 +85,7 @@ cdef inline bint is_own_key(
     return (ref & ~<ref_t>INDEX_MASK) == PRIMARY and same_digest(
         blocks.digest_slot(&core.blocks, ref & INDEX_MASK), key.digest, width
     ) and (
-        core.num_spaces == 2
+        not core.has_widths
         or core.blocks.keys[ref & INDEX_MASK].space & SPACE_MASK == key.space
     )
 
@@ -108,7 +108,7 @@ cdef inline size_t find_batch(
     cdef uint64_t place
     cdef ref_t ref
     cdef uint32_t width = core.spaces[space].width
-    cdef uint64_t salt = core.spaces[space].salt
+    cdef hash_t salt = core.spaces[space].salt
     key.space = space
     while row < count:
         while row_bytes > 64 and asked < count and asked < row + 3 * IN_FLIGHT:
@@ -171,7 +171,7 @@ cdef struct Registrations:
 cdef inline void fetch_rows(Core* core, Registrations* batch, size_t row) noexcept:
     # Both stages, as far as they may be ahead of `row`.
     cdef uint32_t width = core.spaces[batch.space].width
-    cdef uint64_t salt = core.spaces[batch.space].salt
+    cdef hash_t salt = core.spaces[batch.space].salt
     cdef hash_t hash
     cdef size_t i = batch.fetched
     cdef size_t stop = min(batch.count, row + 2 * IN_FLIGHT)

@@ -39,9 +39,9 @@ cdef extern from * nogil:
         return hash;
     }
 
-    /* seed holds CPOOL_MAX_SEED_WORDS random words. */
-    static inline uint32_t cpool_hash_digest(const uint8_t *digest, uint32_t width,
-                                             const uint64_t *seed) {
+    /* `salt` stands for the space; seed holds CPOOL_MAX_SEED_WORDS random words. */
+    static inline uint32_t cpool_hash_key(const uint8_t *digest, uint32_t width,
+                                          uint32_t salt, const uint64_t *seed) {
         const uint64_t *k = seed + 2;
         unsigned __int128 sum = 0;
         if (width == 32) {
@@ -58,7 +58,7 @@ cdef extern from * nogil:
                      * (cpool_word(padded + 8) + k[i / 8 + 1]);
             }
         }
-        return cpool_fold(sum, seed);
+        return cpool_fold(sum, seed) ^ salt;
     }
 
     static inline int cpool_same_digest(const uint8_t *a, const uint8_t *b, uint32_t width) {
@@ -82,8 +82,8 @@ cdef extern from * nogil:
     }
     """
     uint32_t hash_mask "cpool_hash_mask"
-    hash_t hash_digest "cpool_hash_digest"(
-        const uint8_t* digest, uint32_t width, const uint64_t* seed
+    hash_t hash_key "cpool_hash_key"(
+        const uint8_t* digest, uint32_t width, hash_t salt, const uint64_t* seed
     ) noexcept
     bint same_digest "cpool_same_digest"(
         const uint8_t* a, const uint8_t* b, uint32_t width

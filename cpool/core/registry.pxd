@@ -15,7 +15,7 @@ from cpool.core cimport blocks, free_queue, keys, memory, reverse_index, shared_
 from cpool.core.blocks cimport Blocks
 from cpool.core.free_queue cimport FreeQueue
 from cpool.core.keys cimport (
-    Key, Space, copy_digest, hash_digest, same_digest, MAX_SPACES, NUM_SEED_WORDS,
+    Key, Space, copy_digest, hash_key, same_digest, MAX_SPACES, NUM_SEED_WORDS,
 )
 from cpool.core.memory cimport Arena, Array
 from cpool.core.reverse_index cimport Extra, ReverseIndex
@@ -135,7 +135,7 @@ cdef inline int intern_space(Core* core, uint32_t group, uint32_t width) except 
 
 cdef inline hash_t hash_of(const Core* core, const Key* key) noexcept:
     cdef const Space* space = &core.spaces[key.space]
-    return hash_digest(key.digest, space.width, core.seed) ^ space.salt
+    return hash_key(key.digest, space.width, space.salt, core.seed)
 
 
 # Digests and their slots ------------------------------------------------------------------

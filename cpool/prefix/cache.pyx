@@ -19,11 +19,11 @@ from cpool.core.memory cimport prefetch
 from cpool.core.types cimport (
     block_id_t, int64_t, space_t, uint32_t, uint64_t, MAX_HASH_BYTES, MAX_NUM_TOKENS, NO_RECORD,
 )
-from cpool.prefix cimport evictions, lookup, rows, run
+from cpool.prefix cimport evictions, guess, lookup, rows
 from cpool.prefix.evictions cimport Eviction, Evictions
+from cpool.prefix.guess cimport Guess
 from cpool.prefix.lookup cimport GroupSet, Hit, Query, FULL_ATTENTION, MAMBA
 from cpool.prefix.rows cimport Kind, Row
-from cpool.prefix.run cimport Guess
 from cpython.buffer cimport (
     Py_buffer, PyBUF_WRITABLE, PyBuffer_Release,
     PyObject_CheckBuffer, PyObject_GetBuffer,
@@ -173,7 +173,7 @@ cdef class PrefixCache:
         cdef uint32_t g
         if self.guesses != NULL:
             for g in range(self.num_groups):
-                run.forget(&self.guesses[g])
+                guess.forget(&self.guesses[g])
         PyMem_Free(self.guesses)
         PyMem_Free(self.sets)
         PyMem_Free(self.members)

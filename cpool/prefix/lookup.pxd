@@ -15,12 +15,13 @@
 # and changes nothing. 0, the null block, stands for a block that is not needed.
 from cpool.core cimport batches, registry, table
 from cpool.core.keys cimport Key
+from cpool.core.memory cimport CACHE_LINE, prefetch
 from cpool.core.registry cimport Core, Holder
 from cpool.core.types cimport (
     block_id_t, hash_t, space_t, uint8_t, uint32_t, uint64_t, NO_BLOCK,
 )
-from cpool.prefix cimport run
-from cpool.prefix.run cimport Guess
+from cpool.prefix cimport guess
+from cpool.prefix.guess cimport Guess
 from libc.string cimport memset
 
 cdef enum:
@@ -31,6 +32,7 @@ cdef enum:
 
     FIRST_PROBES = 4        # searches from the right end soon, if they end with a hit: they
     MAX_PROBES = 256        # begin with few rows in flight, and with more each round
+    FIRST_ROWS = 32         # of a run, asked for at once
 
     ROWS = 0                # stages of the first probes: what to ask memory for
     CELLS = 1
@@ -106,19 +108,30 @@ cdef inline size_t probe_step(const Query* query, const GroupSet* set) noexcept:
     return 1 if set.kind == FULL_ATTENTION and query.match_unit < set.block_size else 0
 
 
+cdef inline void fetch_row(const Query* query, size_t row) noexcept:
+    # It may lie across two cache lines.
+    prefetch(query.rows + row * query.row_bytes)
+    prefetch(query.rows + row * query.row_bytes + query.width - 1)
+
+
 cdef inline void fetch_probe(const Query* query, uint32_t group, size_t row, int stage) noexcept:
     cdef Key key
     cdef hash_t hash
+    cdef uint64_t place
+    if stage == ROWS:
+        fetch_row(query, row)
+        return
     key.digest = query.rows + row * query.row_bytes
     key.space = query.spaces[group]
-    if stage == ROWS:
-        run.prefetch_row(key.digest, query.width)
-    elif key.space:
-        hash = registry.hash_of(query.core, &key)
-        if stage == CELLS:
-            table.prefetch_home(&query.core.table, hash)
-        else:
-            batches.prefetch_holder(query.core, run.first_ref(query.core, hash))
+    if key.space == 0:
+        return
+    hash = registry.hash_of(query.core, &key)
+    if stage == CELLS:
+        table.prefetch(&query.core.table, hash)
+        return
+    place = table.glance(&query.core.table, hash)
+    if place != table.NOWHERE:
+        batches.prefetch_holder(query.core, table.ref_at(&query.core.table, place))
 
 
 cdef inline void fetch_probes(const Query* query, uint64_t max_tokens, int stage) noexcept:
@@ -137,18 +150,15 @@ cdef inline void fetch_probes(const Query* query, uint64_t max_tokens, int stage
 
 
 cdef inline void fetch_rows(const Query* query, uint64_t max_tokens) noexcept:
-    # The rows that are read first, as far as they lie in cache lines of their own.
+    # The rows that are read first. Where they lie side by side, the processor guesses the next.
+    cdef uint64_t num_rows = min(max_tokens // query.unit, <uint64_t>query.num_rows)
     cdef size_t step, i
     cdef uint32_t s
     for s in range(query.num_sets):
         step = query.sets[s].block_size // query.unit
-        if query.sets[s].kind == FULL_ATTENTION and step * query.row_bytes > run.ONE_LINE:
-            for i in range(min(max_tokens // query.unit, <uint64_t>query.num_rows) // step):
-                if i == run.STRETCH:
-                    break
-                run.prefetch_row(
-                    query.rows + ((i + 1) * step - 1) * query.row_bytes, query.width
-                )
+        if query.sets[s].kind == FULL_ATTENTION and step * query.row_bytes > CACHE_LINE:
+            for i in range(min(num_rows // step, <uint64_t>FIRST_ROWS)):
+                fetch_row(query, (i + 1) * step - 1)
     fetch_probes(query, max_tokens, ROWS)
 
 
@@ -164,21 +174,39 @@ cdef inline bint hold(
     return True
 
 
+cdef inline size_t run_of(
+    const Query* query, uint32_t group, size_t step, size_t first, size_t count, Guess* hint
+) noexcept:
+    # Blocks first, first + 1, ... of one group, up to `count` or the first that is missing.
+    cdef const uint8_t* digests = query.rows + ((first + 1) * step - 1) * query.row_bytes
+    cdef size_t row_bytes = step * query.row_bytes
+    cdef space_t space = query.spaces[group]
+    cdef block_id_t* found = query.found[group] + first
+    cdef size_t right = 0
+    if hint != NULL:
+        right = guess.confirm(hint, query.core, digests, row_bytes, count, space, found)
+    if right < count:
+        count = right + batches.find_batch(
+            query.core, digests + right * row_bytes, row_bytes, count - right, space, 0, True,
+            found + right,
+        )
+    if hint != NULL:
+        guess.remember(hint, digests, found, right, count)
+    return count
+
+
 cdef inline size_t find_run(
     const Query* query, const GroupSet* set, size_t first, size_t count
 ) noexcept:
-    # Blocks first, first + 1, ... that every member has, `count` at most.
     cdef uint32_t i, group
     cdef size_t step = set.block_size // query.unit
-    cdef bint can_guess = set.kind == FULL_ATTENTION and query.guesses != NULL
+    cdef bint has_hint = set.kind == FULL_ATTENTION and query.guesses != NULL
     if not can_hit(query, set):
         return 0
     for i in range(set.num_members):
         group = set.members[i]
-        count = run.find_run(
-            query.core, query.rows + ((first + 1) * step - 1) * query.row_bytes,
-            step * query.row_bytes, count, query.spaces[group],
-            &query.guesses[group] if can_guess else NULL, query.found[group] + first,
+        count = run_of(
+            query, group, step, first, count, &query.guesses[group] if has_hint else NULL
         )
     return count
 
