@@ -2,10 +2,10 @@
 # Many keys at once: what waits for memory overlaps.
 #
 # One key at a time spends most of its time waiting: for the table's cell, then for the block
-# that the cell names. So every batch runs in stages, each IN_FLIGHT keys ahead of the next:
-# a stage asks for the memory that the next one reads. A key passes all stages in order, and
-# the last stages of all keys run in the order of the batch, as if they were alone; what a
-# stage saw before is only ever used as a hint of what to fetch.
+# that the cell names. So every batch runs in stages, each IN_FLIGHT keys or a round of so many
+# ahead of the next: a stage asks for the memory that the next one reads. A key passes all
+# stages in order, and the last stages of all keys run in the order of the batch, as if they
+# were alone; what a stage saw before is only ever used as a hint of what to fetch.
 from cpool.core cimport blocks, registry, reverse_index, shared_keys, table
 from cpool.core.keys cimport Key, hash_key, same_digest
 from cpool.core.memory cimport prefetch, prefetch_write
@@ -17,7 +17,7 @@ from cpool.core.types cimport (
 
 cdef enum:
     IN_FLIGHT = 16      # keys between two stages: as many as memory answers at once
-    RING = 32           # keys in flight at once, at most: two stages' worth, a power of two
+    RING = 64           # keys in flight at once, at most: three rounds and a bit, a power of two
     STEADY = 8          # blocks in a row that lie side by side: the next one likely does too
 
 
@@ -101,55 +101,61 @@ cdef inline size_t find_batch(
     cdef uint64_t places[RING]
     cdef size_t hashed = 0      # rows before it have passed the first stage
     cdef size_t sought = 0      # ... and the second
+    cdef size_t asked = 0       # ... have been asked for themselves, where they lie far apart
     cdef size_t row = 0
+    cdef size_t stop
     cdef size_t steady = 0
     cdef Key key
-    cdef size_t asked = 0       # ... have been asked for themselves, where they lie far apart
     cdef uint64_t place
     cdef ref_t ref
     cdef uint32_t width = core.spaces[space].width
     cdef hash_t salt = core.spaces[space].salt
     key.space = space
     while row < count:
-        while row_bytes > 64 and asked < count and asked < row + 3 * IN_FLIGHT:
+        stop = min(count, row + 4 * IN_FLIGHT)
+        while row_bytes > 64 and asked < stop:
             prefetch(digests + asked * row_bytes)
             asked += 1
-        while hashed < count and hashed < row + 2 * IN_FLIGHT:
+        stop = min(count, row + 3 * IN_FLIGHT)
+        while hashed < stop:
             hashes[hashed % RING] = hash_key(
                 digests + hashed * row_bytes, width, salt, core.seed
             )
             table.prefetch(&core.table, hashes[hashed % RING])
             hashed += 1
-        while sought < hashed and sought < row + IN_FLIGHT:
+        stop = min(count, row + 2 * IN_FLIGHT)
+        while sought < stop:
             places[sought % RING] = table.glance(&core.table, hashes[sought % RING])
             if places[sought % RING] != table.NOWHERE:
                 prefetch_holder(core, table.ref_at(&core.table, places[sought % RING]))
             sought += 1
-        key.digest = digests + row * row_bytes
-        place = places[row % RING]
-        if place == table.NOWHERE:
-            place = table.seek(&core.table, hashes[row % RING])
-        ref = table.ref_at(&core.table, place) if place != table.NOWHERE else 0
-        if multiple_of == 0 and is_own_key(core, &key, width, ref):
-            found[row] = ref & INDEX_MASK
-        else:
-            found[row] = find_from(core, &key, hashes[row % RING], place, multiple_of)
-        if found[row] == NO_BLOCK:
-            if stop_at_miss:
-                return row
-            steady = 0
-        elif row and found[row] - found[row - 1] + 1 <= 2 and found[row] != found[row - 1]:
-            steady += 1
-        else:
-            steady = 0
-        row += 1
-        if steady >= STEADY and found[row - 1] - found[row - 2] == (
-            found[row - 2] - found[row - 3]
-        ):
-            row = follow(core, digests, row_bytes, row, count, space, multiple_of, found)
-            steady = 0
-            hashed = max(hashed, row)
-            sought = max(sought, row)
+        stop = min(count, row + IN_FLIGHT)
+        while row < stop:
+            key.digest = digests + row * row_bytes
+            place = places[row % RING]
+            if place == table.NOWHERE:
+                place = table.seek(&core.table, hashes[row % RING])
+            ref = table.ref_at(&core.table, place) if place != table.NOWHERE else 0
+            if multiple_of == 0 and is_own_key(core, &key, width, ref):
+                found[row] = ref & INDEX_MASK
+            else:
+                found[row] = find_from(core, &key, hashes[row % RING], place, multiple_of)
+            if found[row] == NO_BLOCK:
+                if stop_at_miss:
+                    return row
+                steady = 0
+            elif row and found[row] - found[row - 1] + 1 <= 2 and found[row] != found[row - 1]:
+                steady += 1
+            else:
+                steady = 0
+            row += 1
+            if steady >= STEADY and found[row - 1] - found[row - 2] == (
+                found[row - 2] - found[row - 3]
+            ):
+                row = follow(core, digests, row_bytes, row, count, space, multiple_of, found)
+                steady = 0
+                hashed = max(hashed, row)
+                sought = max(sought, row)
     return count
 
 
@@ -169,12 +175,14 @@ cdef struct Registrations:
 
 
 cdef inline void fetch_rows(Core* core, Registrations* batch, size_t row) noexcept:
-    # Both stages, as far as they may be ahead of `row`.
+    # Once a round, both stages for the rounds ahead.
     cdef uint32_t width = core.spaces[batch.space].width
     cdef hash_t salt = core.spaces[batch.space].salt
     cdef hash_t hash
     cdef size_t i = batch.fetched
-    cdef size_t stop = min(batch.count, row + 2 * IN_FLIGHT)
+    cdef size_t stop = min(batch.count, row + 3 * IN_FLIGHT)
+    if row % IN_FLIGHT:
+        return
     while i < stop:
         hash = hash_key(batch.rows + i * batch.row_bytes, width, salt, core.seed)
         batch.hashes[i % RING] = hash
@@ -184,7 +192,7 @@ cdef inline void fetch_rows(Core* core, Registrations* batch, size_t row) noexce
         i += 1
     batch.fetched = i
     i = batch.sought
-    stop = min(batch.count, row + IN_FLIGHT)
+    stop = min(batch.count, row + 2 * IN_FLIGHT)
     while i < stop:
         table.glance(&core.table, batch.hashes[i % RING])
         i += 1
@@ -237,7 +245,8 @@ cdef inline void prefetch_keys(const Core* core, block_id_t block) noexcept:
 
 
 cdef inline void fetch_keys(Core* core, Evictions* batch, size_t i) noexcept:
-    # Both stages, as far as they may be ahead of block `i` of the batch.
+    # Both stages, as far as they may be ahead of block `i` of the batch. Block by block: three
+    # reads each, so a round of them at once would be more than memory takes.
     cdef Key key
     while batch.fetched < min(batch.count, i + 2 * IN_FLIGHT):
         prefetch_keys(core, batch.ids[batch.fetched])
