@@ -32,7 +32,7 @@ cdef enum:
 
     FIRST_PROBES = 4        # searches from the right end soon, if they end with a hit: they
     MAX_PROBES = 256        # begin with few rows in flight, and with more each round
-    FIRST_ROWS = 32         # of a run, asked for at once
+    FIRST_ROWS = 64         # of a run, asked for at once
 
     ROWS = 0                # stages of the first probes: what to ask memory for
     CELLS = 1
