@@ -300,6 +300,23 @@ cdef class _PoolState:
             )
         return tokens
 
+    cdef bint has_primary_key(self, block_id_t id, bytes digest, uint32_t group) noexcept:
+        # Whether that is the block's primary key, and no other block's. False may be a lie: it
+        # is the answer for whatever takes more than one look.
+        cdef space_t space
+        cdef uint32_t width = <uint32_t>PyBytes_GET_SIZE(digest)
+        if not registry.has_primary(&self.core, id):
+            return False
+        space = self.core.blocks.keys[id].space & (SPACE_MASK | SHARED_FLAG)
+        return space < self.core.num_spaces and (
+            self.core.spaces[space].group == group
+            and self.core.spaces[space].width == width
+            and keys.same_digest(
+                blocks.digest_slot(&self.core.blocks, id),
+                <const uint8_t*>PyBytes_AS_STRING(digest), width,
+            )
+        )
+
     cdef bint holds(self, block_id_t id, bytes digest, uint32_t group) except -1:
         # Whether that is the block's primary key or the table maps it to the block.
         cdef Key key, own
