@@ -208,6 +208,41 @@ def partial():
         yield [nanoseconds], 1, [key.hex() for key in decided]
 
 
+@case("tails", "FullAttentionManager.cache_blocks again, 900 running requests")
+def tails():
+    """As above, the way that vLLM takes in each step of decoding."""
+    import torch
+    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    spec = FullAttentionSpec(
+        block_size=50 * BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32
+    )
+    manager = FullAttentionManager(
+        spec, make_pool(), enable_caching=True, kv_cache_group_id=0,
+        scheduler_block_size=50 * BLOCK_SIZE,
+    )  # fmt: skip
+    rng, hasher = random.Random(6), request_hasher()
+    num_tokens = 38 * BLOCK_SIZE + 1
+    requests = [
+        make_request(str(i), [rng.randrange(128_000) for _ in range(num_tokens)], hasher)
+        for i in range(900)
+    ]
+    for request in requests:
+        manager.allocate_new_blocks(request.request_id, num_tokens, num_tokens)
+    settle()
+
+    def run(cache=manager.cache_blocks):
+        for request in requests:
+            cache(request, num_tokens, retention_interval=None, replay_boundaries=())
+
+    run()
+    while True:
+        nanoseconds, _ = timed(run)
+        held = [manager.req_to_blocks[request.request_id][0] for request in requests]
+        yield [nanoseconds], 1, [(block.block_id, block.block_hash.hex()) for block in held]
+
+
 def collect_garbage(num_blocks):
     """A full collection; the pool was empty when the engine called gc.freeze()."""
     pool = make_pool(num_blocks)
