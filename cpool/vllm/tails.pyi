@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 from collections.abc import Callable
-from typing import Any
 
 def cache_blocks_method(
     cls: type, stock: Callable[..., None], keeps_last_token: bool

@@ -79,9 +79,7 @@ def block_under(manager, key):
     return manager.block_pool.cached_block_hash_to_block.get_one_block(key)
 
 
-def test_what_is_registered_is_not_registered_again(
-    manager, cache, stock, request_of_four_blocks
-):
+def test_what_is_registered_is_not_registered_again(manager, cache, stock, request_of_four_blocks):
     blocks = manager.req_to_blocks["request"]
     assert block_under(manager, key_of(request_of_four_blocks, TAIL)) is blocks[3]
     assert stock.calls == 1
@@ -99,9 +97,7 @@ def test_a_block_that_fills_up_is_registered(manager, cache, stock, request_of_f
     assert manager.num_cached_block["request"] == 4
 
 
-def test_a_tail_that_was_evicted_is_registered_again(
-    manager, cache, stock, request_of_four_blocks
-):
+def test_a_tail_that_was_evicted_is_registered_again(manager, cache, stock, request_of_four_blocks):
     tail = manager.req_to_blocks["request"][3]
     manager.block_pool.evict_blocks({tail.block_id})
     assert tail.block_hash is None
@@ -127,9 +123,7 @@ def test_the_same_hash_of_another_group_is_not_taken_for_this_one(
     assert stock.calls == 2
 
 
-def test_another_block_in_its_place_is_registered(
-    manager, cache, stock, request_of_four_blocks
-):
+def test_another_block_in_its_place_is_registered(manager, cache, stock, request_of_four_blocks):
     (block,) = manager.block_pool.get_new_blocks(1)
     manager.req_to_blocks["request"][3] = block
     cache(request_of_four_blocks)
