@@ -237,6 +237,7 @@ cdef class _PoolState:
     cdef void note_width(self, uint32_t width) noexcept
     cdef int check_batch_width(self, HashBatch rows) except -1
     cdef uint64_t check_boundary(self, object num_tokens) except? 0
+    cdef void prefetch_key(self, block_id_t id) noexcept
     cdef bint has_primary_key(self, block_id_t id, bytes digest, uint32_t group) noexcept
     cdef bint holds(self, block_id_t id, bytes digest, uint32_t group) except -1
     cdef bint is_resident(self, object digest, uint32_t group) except -1

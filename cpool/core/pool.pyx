@@ -12,8 +12,8 @@ class would corrupt itself (double free, negative count, foreign id) this one ra
 cimport cython
 cimport numpy
 from cpool.core cimport (
-    batches, blocks, check, free_queue, handle_map, keys, memory, msgpack, parents, registry, reverse_index,
-    shared_keys, table, table_stats,
+    batches, check, free_queue, handle_map, keys, memory, msgpack, parents, registry,
+    reverse_index, shared_keys, table, table_stats,
 )
 from cpool.core.blocks cimport PrimaryKey, digest_slot
 from cpool.core.keys cimport Key, Space, copy_digest, MAX_SPACES

@@ -309,10 +309,7 @@ cdef class _PoolRegistration(_PoolAllocation):
         cdef uint32_t group
         if id == NULL_BLOCK:
             return None
-        if self.core.blocks.keys != NULL:
-            # Read once the request's hash is found, which takes long enough.
-            prefetch(&self.core.blocks.keys[id])
-            prefetch(blocks.digest_slot(&self.core.blocks, id))
+        self.prefetch_key(id)
         size = read_count(block_size, "block_size", 1, MAX_NUM_TOKENS)
         if size % self.hash_block_size:
             raise ContractError(

@@ -300,6 +300,12 @@ cdef class _PoolState:
             )
         return tokens
 
+    cdef void prefetch_key(self, block_id_t id) noexcept:
+        # For has_primary_key(), as soon as the block is known.
+        if self.core.blocks.keys != NULL:
+            prefetch(&self.core.blocks.keys[id])
+            prefetch(digest_slot(&self.core.blocks, id))
+
     cdef bint has_primary_key(self, block_id_t id, bytes digest, uint32_t group) noexcept:
         # Whether that is the block's primary key, and no other block's. False may be a lie: it
         # is the answer for whatever takes more than one look.
@@ -312,7 +318,7 @@ cdef class _PoolState:
             self.core.spaces[space].group == group
             and self.core.spaces[space].width == width
             and keys.same_digest(
-                blocks.digest_slot(&self.core.blocks, id),
+                digest_slot(&self.core.blocks, id),
                 <const uint8_t*>PyBytes_AS_STRING(digest), width,
             )
         )

@@ -8,7 +8,7 @@ Knows vLLM's names, and imports nothing of it.
 
 from cpool.core.memory cimport prefetch
 from cpool.core.pool cimport BlockPool, KVCacheBlock
-from cpool.core.types cimport block_id_t, uint32_t
+from cpool.core.types cimport uint32_t
 from cpython.object cimport PyObject
 
 cdef extern from "Python.h":
@@ -43,49 +43,59 @@ def cache_blocks_method(cls, stock, bint keeps_last_token):
 cdef bint are_cached(
     object manager, object request, object num_tokens, bint keeps_last_token
 ) except -1:
-    """Whether it is plain that the stock method would change nothing."""
+    """Whether it is plain that the stock method would change nothing.
+
+    Most of the time it takes is spent waiting for the request's own memory, so that each thing
+    is asked for before the one ahead of it is looked at.
+    """
     cdef object pool = manager.block_pool
+    cdef object request_id, hashes
     cdef PyObject* known
-    cdef object hashes, blocks, digest
+    cdef PyObject* blocks
+    cdef PyObject* block
+    cdef PyObject* digest
     cdef long long tokens, block_size, boundary, step
     cdef Py_ssize_t index
-    cdef KVCacheBlock block
     if not isinstance(pool, BlockPool):
         return False
-    # Asked for first, for it is in memory of the request's own.
-    request_id = request.request_id
-    hashes = request.block_hashes
-    prefetch(<PyObject*>hashes)
     tokens = num_tokens
     block_size = manager.block_size
-    known = PyDict_GetItemWithError(manager.num_cached_block, request_id)
-    if (<object>known if known != NULL else 0) < tokens // block_size:
-        return False
+    request_id = request.request_id
+    if tokens >= block_size:
+        known = PyDict_GetItemWithError(manager.num_cached_block, request_id)
+        if (<object>known if known != NULL else 0) < tokens // block_size:
+            return False
     step = (<BlockPool>pool).hash_block_size
     if block_size == step:
         return True
+    hashes = request.block_hashes
+    prefetch(<PyObject*>hashes)
     boundary = request.num_prompt_tokens
+    blocks = PyDict_GetItemWithError(manager.req_to_blocks, request_id)
+    prefetch(blocks)
     if keeps_last_token and not manager.use_eagle:
         boundary -= 1
     boundary = boundary // step * step
     if boundary == 0 or boundary > tokens or boundary % block_size == 0:
         return True
-    known = PyDict_GetItemWithError(manager.req_to_blocks, request_id)
-    if known == NULL or type(hashes) is not list or PyList_GET_SIZE(hashes) < boundary // step:
+    index = boundary // step - 1
+    if blocks == NULL or type(<object>blocks) is not list or type(hashes) is not list:
         return False
-    blocks = <object>known
+    if index >= PyList_GET_SIZE(hashes):
+        return False
+    digest = PyList_GET_ITEM(hashes, index)
+    prefetch(digest)
     index = boundary // block_size
-    if type(blocks) is not list:
-        return False
-    if index >= PyList_GET_SIZE(blocks):
+    if index >= PyList_GET_SIZE(<object>blocks):
         return True
-    if type(<object>PyList_GET_ITEM(blocks, index)) is not KVCacheBlock:
+    block = PyList_GET_ITEM(<object>blocks, index)
+    if (
+        type(<object>block) is not KVCacheBlock
+        or (<KVCacheBlock>block).owner != <PyObject*>pool
+        or (<KVCacheBlock>block).is_end()
+    ):
         return False
-    block = <KVCacheBlock>PyList_GET_ITEM(blocks, index)
-    digest = <object>PyList_GET_ITEM(hashes, boundary // step - 1)
-    prefetch(<PyObject*>digest)
-    if block.owner != <PyObject*>pool or block.is_end() or type(digest) is not bytes:
-        return False
-    return (<BlockPool>pool).has_primary_key(
-        block.index, <bytes>digest, <uint32_t>manager.kv_cache_group_id
+    (<BlockPool>pool).prefetch_key((<KVCacheBlock>block).index)
+    return type(<object>digest) is bytes and (<BlockPool>pool).has_primary_key(
+        (<KVCacheBlock>block).index, <bytes>digest, <uint32_t>manager.kv_cache_group_id
     )
