@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Reading arguments: block ids and hashes, in whatever form callers hold them.
 
+@cython.freelist(8)
 cdef class IdBatch:
     """Block ids as uint32, checked against the pool's size."""
 
@@ -12,6 +13,7 @@ cdef class IdBatch:
             PyBuffer_Release(&self.view)
 
 
+@cython.freelist(8)
 cdef class IdBuffer:
     """Room for block ids."""
 
@@ -28,6 +30,7 @@ cdef IdBuffer make_buffer(size_t count):
     return buffer
 
 
+@cython.freelist(8)
 cdef class TokenBuffer:
     """Room for token counts."""
 
@@ -185,6 +188,7 @@ cdef object ids_as_uint32(object ids, uint32_t num_blocks):
     return np.ascontiguousarray(values, dtype=np.uint32)
 
 
+@cython.freelist(8)
 cdef class HashBatch:
     """Digests of one width; row i starts at ``rows + i * row_bytes``."""
 
@@ -319,7 +323,7 @@ cdef object boundaries_as_int64(object num_tokens):
     if array.dtype.kind not in "iu" and array.size:
         raise TypeError(f"num_tokens must be integers, not {array.dtype}")
     if array.dtype == np.uint64 and array.size and array.max() > MAX_NUM_TOKENS:
-        raise ContractError(f"num_tokens is {array.max()}; the limit is {MAX_NUM_TOKENS}")
+        raise ContractError(f"num_tokens is {array.max()}; the limit is {<uint32_t>MAX_NUM_TOKENS}")
     return np.ascontiguousarray(array, dtype=np.int64)
 
 
@@ -341,7 +345,7 @@ cdef TokenBuffer read_boundaries(object num_tokens, size_t count, uint32_t hash_
         if not 1 <= values[i] <= MAX_NUM_TOKENS or values[i] % hash_block_size:
             raise ContractError(
                 f"num_tokens is {values[i]} at position {i}; it must be a multiple of "
-                f"hash_block_size {hash_block_size} from 1 to {MAX_NUM_TOKENS}"
+                f"hash_block_size {hash_block_size} from 1 to {<uint32_t>MAX_NUM_TOKENS}"
             )
         ends.values[i] = values[i]
     return ends

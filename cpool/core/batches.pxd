@@ -2,22 +2,22 @@
 # Many keys at once: what waits for memory overlaps.
 #
 # One key at a time spends most of its time waiting: for the table's cell, then for the block
-# that the cell names. So every batch runs in stages, each IN_FLIGHT keys ahead of the next:
-# a stage asks for the memory that the next one reads. A key passes all stages in order, and
-# the last stages of all keys run in the order of the batch, as if they were alone; what a
-# stage saw before is only ever used as a hint of what to fetch.
+# that the cell names. So every batch runs in stages, each IN_FLIGHT keys or a round of so many
+# ahead of the next: a stage asks for the memory that the next one reads. A key passes all
+# stages in order, and the last stages of all keys run in the order of the batch, as if they
+# were alone; what a stage saw before is only ever used as a hint of what to fetch.
 from cpool.core cimport blocks, registry, reverse_index, shared_keys, table
-from cpool.core.keys cimport Key, same_digest
+from cpool.core.keys cimport Key, hash_key, same_digest
 from cpool.core.memory cimport prefetch, prefetch_write
 from cpool.core.registry cimport Core, Holder
 from cpool.core.types cimport (
     block_id_t, hash_t, ref_t, space_t, uint8_t, uint32_t, uint64_t, INDEX_MASK,
-    LOOSE_FLAG, NO_BLOCK, NO_RECORD, PRIMARY, SHARED, SHARED_FLAG,
+    LOOSE_FLAG, NO_BLOCK, NO_RECORD, PRIMARY, SHARED, SHARED_FLAG, SPACE_MASK,
 )
 
 cdef enum:
     IN_FLIGHT = 16      # keys between two stages: as many as memory answers at once
-    RING = 32           # keys in flight at once, at most: two stages' worth, a power of two
+    RING = 64           # keys in flight at once, at most: three rounds and a bit, a power of two
     STEADY = 8          # blocks in a row that lie side by side: the next one likely does too
 
 
@@ -40,14 +40,14 @@ cdef inline block_id_t find_from(
     # The key's first holder; `place` is where seek() led. With `multiple_of` the first holder
     # that covers a multiple of that many tokens.
     cdef Holder holder
-    while table.holds(&core.table, place, hash):
-        if registry.names(core, <ref_t>core.table.cells[place], key, &holder):
-            if multiple_of == 0 or registry.find_covering(
-                core, <ref_t>core.table.cells[place], multiple_of, &holder
-            ):
+    cdef ref_t ref
+    while place != table.NOWHERE:
+        ref = table.ref_at(&core.table, place)
+        if registry.names(core, ref, key, &holder):
+            if multiple_of == 0 or registry.find_covering(core, ref, multiple_of, &holder):
                 return holder.block
             break
-        place = table.following(&core.table, place)
+        place = table.seek_next(&core.table, hash, place)
     return NO_BLOCK
 
 
@@ -78,6 +78,18 @@ cdef inline size_t follow(
     return row
 
 
+cdef inline bint is_own_key(
+    const Core* core, const Key* key, uint32_t width, ref_t ref
+) noexcept:
+    # What registry.names() answers for most keys: one block's own primary one.
+    return (ref & ~<ref_t>INDEX_MASK) == PRIMARY and same_digest(
+        blocks.digest_slot(&core.blocks, ref & INDEX_MASK), key.digest, width
+    ) and (
+        core.num_spaces == 2
+        or core.blocks.keys[ref & INDEX_MASK].space & SPACE_MASK == key.space
+    )
+
+
 cdef inline size_t find_batch(
     const Core* core, const uint8_t* digests, size_t row_bytes, size_t count, space_t space,
     uint32_t multiple_of, bint stop_at_miss, block_id_t* found,
@@ -89,45 +101,61 @@ cdef inline size_t find_batch(
     cdef uint64_t places[RING]
     cdef size_t hashed = 0      # rows before it have passed the first stage
     cdef size_t sought = 0      # ... and the second
+    cdef size_t asked = 0       # ... have been asked for themselves, where they lie far apart
     cdef size_t row = 0
+    cdef size_t stop
     cdef size_t steady = 0
     cdef Key key
-    cdef size_t asked = 0       # ... have been asked for themselves, where they lie far apart
+    cdef uint64_t place
+    cdef ref_t ref
+    cdef uint32_t width = core.spaces[space].width
+    cdef uint64_t salt = core.spaces[space].salt
     key.space = space
     while row < count:
-        while row_bytes > 64 and asked < count and asked < row + 3 * IN_FLIGHT:
+        stop = min(count, row + 4 * IN_FLIGHT)
+        while row_bytes > 64 and asked < stop:
             prefetch(digests + asked * row_bytes)
             asked += 1
-        while hashed < count and hashed < row + 2 * IN_FLIGHT:
-            key.digest = digests + hashed * row_bytes
-            hashes[hashed % RING] = registry.hash_of(core, &key)
-            table.prefetch_home(&core.table, hashes[hashed % RING])
+        stop = min(count, row + 3 * IN_FLIGHT)
+        while hashed < stop:
+            hashes[hashed % RING] = hash_key(
+                digests + hashed * row_bytes, width, salt, core.seed
+            )
+            table.prefetch(&core.table, hashes[hashed % RING])
             hashed += 1
-        while sought < hashed and sought < row + IN_FLIGHT:
-            places[sought % RING] = table.seek(&core.table, hashes[sought % RING])
-            if table.holds(&core.table, places[sought % RING], hashes[sought % RING]):
-                prefetch_holder(core, <ref_t>core.table.cells[places[sought % RING]])
+        stop = min(count, row + 2 * IN_FLIGHT)
+        while sought < stop:
+            places[sought % RING] = table.glance(&core.table, hashes[sought % RING])
+            if places[sought % RING] != table.NOWHERE:
+                prefetch_holder(core, table.ref_at(&core.table, places[sought % RING]))
             sought += 1
-        key.digest = digests + row * row_bytes
-        found[row] = find_from(
-            core, &key, hashes[row % RING], places[row % RING], multiple_of
-        )
-        if found[row] == NO_BLOCK:
-            if stop_at_miss:
-                return row
-            steady = 0
-        elif row and found[row] - found[row - 1] + 1 <= 2 and found[row] != found[row - 1]:
-            steady += 1
-        else:
-            steady = 0
-        row += 1
-        if steady >= STEADY and found[row - 1] - found[row - 2] == (
-            found[row - 2] - found[row - 3]
-        ):
-            row = follow(core, digests, row_bytes, row, count, space, multiple_of, found)
-            steady = 0
-            hashed = max(hashed, row)
-            sought = max(sought, row)
+        stop = min(count, row + IN_FLIGHT)
+        while row < stop:
+            key.digest = digests + row * row_bytes
+            place = places[row % RING]
+            if place == table.NOWHERE:
+                place = table.seek(&core.table, hashes[row % RING])
+            ref = table.ref_at(&core.table, place) if place != table.NOWHERE else 0
+            if multiple_of == 0 and is_own_key(core, &key, width, ref):
+                found[row] = ref & INDEX_MASK
+            else:
+                found[row] = find_from(core, &key, hashes[row % RING], place, multiple_of)
+            if found[row] == NO_BLOCK:
+                if stop_at_miss:
+                    return row
+                steady = 0
+            elif row and found[row] - found[row - 1] + 1 <= 2 and found[row] != found[row - 1]:
+                steady += 1
+            else:
+                steady = 0
+            row += 1
+            if steady >= STEADY and found[row - 1] - found[row - 2] == (
+                found[row - 2] - found[row - 3]
+            ):
+                row = follow(core, digests, row_bytes, row, count, space, multiple_of, found)
+                steady = 0
+                hashed = max(hashed, row)
+                sought = max(sought, row)
     return count
 
 
@@ -142,25 +170,33 @@ cdef struct Registrations:
     size_t count
     space_t space
     size_t fetched          # rows before it have passed the first stage
+    size_t sought           # ... and the second
     hash_t hashes[RING]
 
 
 cdef inline void fetch_rows(Core* core, Registrations* batch, size_t row) noexcept:
-    # The first stage, up to IN_FLIGHT rows beyond `row`.
-    cdef Key key
+    # Once a round, both stages for the rounds ahead.
+    cdef uint32_t width = core.spaces[batch.space].width
+    cdef uint64_t salt = core.spaces[batch.space].salt
     cdef hash_t hash
     cdef size_t i = batch.fetched
-    cdef size_t stop = min(batch.count, row + IN_FLIGHT)
-    key.space = batch.space
+    cdef size_t stop = min(batch.count, row + 3 * IN_FLIGHT)
+    if row % IN_FLIGHT:
+        return
     while i < stop:
-        key.digest = batch.rows + i * batch.row_bytes
-        hash = registry.hash_of(core, &key)
+        hash = hash_key(batch.rows + i * batch.row_bytes, width, salt, core.seed)
         batch.hashes[i % RING] = hash
-        table.prefetch_run(&core.table, hash)
+        table.prefetch_write(&core.table, hash)
         prefetch_write(&core.blocks.keys[batch.ids[i]])
         prefetch_write(blocks.digest_slot(&core.blocks, batch.ids[i]))
         i += 1
     batch.fetched = i
+    i = batch.sought
+    stop = min(batch.count, row + 2 * IN_FLIGHT)
+    while i < stop:
+        table.glance(&core.table, batch.hashes[i % RING])
+        i += 1
+    batch.sought = i
 
 
 cdef inline bint register_row(Core* core, Registrations* batch, size_t row) noexcept:
@@ -173,7 +209,13 @@ cdef inline bint register_row(Core* core, Registrations* batch, size_t row) noex
     cdef Key key
     key.space = batch.space
     key.digest = batch.rows + row * batch.row_bytes
-    if registry.has_primary(core, id):
+    if core.blocks.keys[id].space == 0 and reverse_index.first(&core.index, id) == NO_RECORD:
+        if table.seek(&core.table, hash) == table.NOWHERE:
+            # A new key for a block without one: most are.
+            registry.write_primary(core, id, &key, 0, <uint32_t>batch.ends[row])
+            registry.add_cell(core, registry.primary(id), hash)
+            return True
+    elif registry.has_primary(core, id):
         registry.drop_keys(core, id)
     elif reverse_index.first(&core.index, id) != NO_RECORD:
         if registry.find_held_by(core, &key, id, &holder):
@@ -203,7 +245,8 @@ cdef inline void prefetch_keys(const Core* core, block_id_t block) noexcept:
 
 
 cdef inline void fetch_keys(Core* core, Evictions* batch, size_t i) noexcept:
-    # Both stages, as far as they may be ahead of block `i` of the batch.
+    # Both stages, as far as they may be ahead of block `i` of the batch. Block by block: three
+    # reads each, so a round of them at once would be more than memory takes.
     cdef Key key
     while batch.fetched < min(batch.count, i + 2 * IN_FLIGHT):
         prefetch_keys(core, batch.ids[batch.fetched])
@@ -212,7 +255,7 @@ cdef inline void fetch_keys(Core* core, Evictions* batch, size_t i) noexcept:
         if core.blocks.keys[batch.ids[batch.hashed]].space:
             key = registry.key_of(core, registry.primary(batch.ids[batch.hashed]))
             batch.hashes[batch.hashed % RING] = registry.hash_of(core, &key)
-            table.prefetch_run(&core.table, batch.hashes[batch.hashed % RING])
+            table.prefetch_write(&core.table, batch.hashes[batch.hashed % RING])
         batch.hashed += 1
 
 

@@ -54,39 +54,33 @@ cdef inline int check_queue(const Core* core) except -1:
 
 
 cdef inline int check_table(const Core* core) except -1:
-    # Used cells are counted, stand in order of hash without a gap between home and place, and
-    # the guard is EMPTY. Every cell names a holder whose key hashes to it.
-    cdef uint64_t place, used = 0, wrapped = 0, home
-    cdef hash_t hash
+    # Used cells are counted, and so is each key in every chunk that it had to pass (behind MANY,
+    # nobody counts). Every cell names a holder whose key hashes to it.
+    cdef uint64_t i, passed, used = 0
+    cdef uint32_t cell
     cdef const table.Table* t = &core.table
-    if t.cells == NULL:
-        require(t.num_used == 0 and t.num_cells == 0, "cells are counted that do not exist")
+    cdef list counted
+    if t.chunks == NULL:
+        require(t.num_used == 0 and t.num_chunks == 0, "cells are counted that do not exist")
         return 0
-    require(t.cells[t.num_cells] == 0, "the guard cell is used")
-    for place in range(t.num_cells):
-        if t.cells[place] == 0:
-            continue
-        used += 1
-        hash = <hash_t>(t.cells[place] >> 32)
-        home = table.home(t, hash)
-        if home > place:
-            wrapped += 1
-            require(place < t.num_wrapped, f"cell {place} is wrapped but not counted as such")
-        else:
-            require(place >= t.num_wrapped, f"cell {place} is counted as wrapped")
-        if home != place:
-            require(
-                t.cells[place - 1 if place else t.num_cells - 1] != 0,
-                f"cell {place} is cut off from its home {home}",
-            )
-        if place and t.cells[place - 1] and place != t.num_wrapped:
-            require(
-                <hash_t>(t.cells[place - 1] >> 32) <= hash, f"cell {place} is out of order"
-            )
-        check_cell(core, hash, <ref_t>t.cells[place])
+    counted = [0] * t.num_chunks
+    for i in range(t.num_chunks):
+        for cell in range(table.CHUNK_CELLS):
+            if t.chunks[i].refs[cell] == 0:
+                continue
+            used += 1
+            passed = table.home(t, t.chunks[i].hashes[cell])
+            while passed != i:
+                counted[passed] += 1
+                passed = table.next_chunk(t, passed)
+            check_cell(core, t.chunks[i].hashes[cell], t.chunks[i].refs[cell])
+    for i in range(t.num_chunks):
+        require(
+            t.passed[i] == counted[i] or t.passed[i] == table.MANY,
+            f"{counted[i]} keys passed chunk {i}, {t.passed[i]} counted",
+        )
     require(used == t.num_used, f"{used} cells used, {t.num_used} counted")
-    require(wrapped == t.num_wrapped, f"{wrapped} cells wrapped, {t.num_wrapped} counted")
-    require(used < t.num_cells, "no cell is EMPTY")
+    require(used < table.num_cells(t), "no cell is EMPTY")
     return 0
 
 

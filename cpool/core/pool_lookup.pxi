@@ -176,7 +176,7 @@ cdef class _PoolLookup(_PoolEvents):
         cdef size_t i
         self.check_batch_width(batch)
         space = registry.find_space(&self.core, group_id, batch.width)
-        if space == 0 or count == 0 or self.core.table.cells == NULL:
+        if space == 0 or count == 0 or self.core.table.chunks == NULL:
             if prefix:
                 return new_array(0, numpy.NPY_UINT32)
             found = new_array(count, numpy.NPY_INT64)
@@ -254,7 +254,7 @@ cdef class _PoolLookup(_PoolEvents):
             buffer = make_buffer(count)
             buffers.append(buffer)
             space = registry.find_space(&self.core, read_group(group), batch.width)
-            if space == 0 or self.core.table.cells == NULL:
+            if space == 0 or self.core.table.chunks == NULL:
                 count = 0
             if count:
                 count = batches.find_batch(

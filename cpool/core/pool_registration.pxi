@@ -178,6 +178,7 @@ cdef class _PoolRegistration(_PoolAllocation):
         rows.count = total
         rows.space = registry.find_space(&self.core, group, batch.width)
         rows.fetched = 0
+        rows.sought = 0
         if log is not None:
             self.register_logged(&rows, first, log)
             return 0
@@ -440,7 +441,7 @@ cdef class _PoolRegistration(_PoolAllocation):
         for parent in parents_of or ():
             low_bits(parent)
         space = registry.find_space(&self.core, group, rows.width)
-        if space and batch.count and self.core.table.cells != NULL:
+        if space and batch.count and self.core.table.chunks != NULL:
             batches.find_batch(
                 &self.core, rows.rows, rows.row_bytes, batch.count, space, 0, False, found.ids
             )

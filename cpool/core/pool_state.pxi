@@ -428,11 +428,12 @@ cdef class _PoolState:
 
         Returns:
             Dict with ``num_cells``, ``num_used``, ``mean_distance`` and ``max_distance``
-            (cells between a key's home and its place) and ``max_run`` (used cells in a row).
+            (cache lines of eight cells between a key's home and its place) and ``max_run``
+            (full lines in a row).
         """
         cdef table_stats.TableStats stats = table_stats.stats_of(&self.core.table)
         return {
-            "num_cells": self.core.table.num_cells,
+            "num_cells": table.num_cells(&self.core.table),
             "num_used": self.core.table.num_used,
             "mean_distance": stats.total_distance / max(self.core.table.num_used, 1.0),
             "max_distance": stats.max_distance,

@@ -243,16 +243,16 @@ cdef inline bint names(const Core* core, ref_t ref, const Key* key, Holder* hold
 cdef inline ref_t find(
     const Core* core, const Key* key, hash_t hash, Holder* holder, uint64_t* place
 ) noexcept:
-    # The key's cell and its first holder; or 0, and `place` is where insert_at() puts it.
+    # What the key's cell says, its place and the key's first holder; 0 if nobody holds it.
     cdef ref_t ref
-    if core.table.cells == NULL:
+    if core.table.chunks == NULL:
         return 0
     place[0] = table.seek(&core.table, hash)
-    while table.holds(&core.table, place[0], hash):
-        ref = <ref_t>core.table.cells[place[0]]
+    while place[0] != table.NOWHERE:
+        ref = table.ref_at(&core.table, place[0])
         if names(core, ref, key, holder):
             return ref
-        place[0] = table.following(&core.table, place[0])
+        place[0] = table.seek_next(&core.table, hash, place[0])
     return 0
 
 
@@ -403,16 +403,22 @@ cdef inline void link(Core* core, Holder holder, hash_t hash) noexcept:
     attach(core, holder, hash, ref, other, place)
 
 
+cdef inline void add_cell(Core* core, Holder holder, hash_t hash) noexcept:
+    # The table learns of the first holder of a key.
+    core.num_registrations += 1
+    table.insert(&core.table, hash, ref_of(holder))
+
+
 cdef inline void attach(
     Core* core, Holder holder, hash_t hash, ref_t ref, Holder other, uint64_t place
 ) noexcept:
     # As link(), with what find() answered for the key.
     cdef Key key = key_of(core, holder)
     cdef record_id_t shared_id
-    core.num_registrations += 1
     if ref == 0:
-        table.insert_at(&core.table, place, hash, ref_of(holder))
+        add_cell(core, holder, hash)
         return
+    core.num_registrations += 1
     if (ref & ~<ref_t>INDEX_MASK) == <ref_t>SHARED:
         join_shared(core, ref & INDEX_MASK, holder)
         return
@@ -421,7 +427,7 @@ cdef inline void attach(
     )
     join_shared(core, shared_id, other)
     join_shared(core, shared_id, holder)
-    core.table.cells[place] = table.make_cell(hash, <ref_t>SHARED | shared_id)
+    table.set_ref_at(&core.table, place, <ref_t>SHARED | shared_id)
 
 
 cdef inline void unlink(Core* core, Holder holder) noexcept:
@@ -453,9 +459,9 @@ cdef inline void unlink_hashed(Core* core, Holder holder, hash_t hash) noexcept:
     heir.extra = shared_keys.member(&core.shared, id).extra
     memcpy(slot_of(core, heir), key.digest, width)
     set_flagged_space(core, heir, flagged_space(core, heir) & ~<space_t>SHARED_FLAG)
-    core.table.cells[
-        table.find_cell(&core.table, hash, <ref_t>SHARED | shared_id)
-    ] = table.make_cell(hash, ref_of(heir))
+    table.set_ref_at(
+        &core.table, table.find_cell(&core.table, hash, <ref_t>SHARED | shared_id), ref_of(heir)
+    )
     shared_keys.remove(&core.shared, id)
     memory.give_back(&core.shared.keys, shared_id)
 

@@ -111,9 +111,9 @@ cdef void save_copies(const Core* core, const uint32_t* numbers, uint32_t* copie
     cdef uint64_t place
     cdef ref_t ref
     cdef record_id_t id
-    for place in range(core.table.num_cells):
-        ref = <ref_t>core.table.cells[place]
-        if core.table.cells[place] == 0 or (ref & ~<ref_t>INDEX_MASK) != <ref_t>SHARED:
+    for place in range(table.num_cells(&core.table)):
+        ref = table.ref_at(&core.table, place)
+        if (ref & ~<ref_t>INDEX_MASK) != <ref_t>SHARED:     # an EMPTY cell's neither
             continue
         copies[0] = shared_keys.key(&core.shared, ref & INDEX_MASK).num_members
         copies += 1
@@ -356,7 +356,7 @@ cdef int load_singles(
             if is_copy[i] == 0:
                 key = registry.key_of(core, holder)
                 hashes[i - start] = registry.hash_of(core, &key)
-                table.prefetch_run(&core.table, hashes[i - start])
+                table.prefetch_write(&core.table, hashes[i - start])
         for i in range(start, start + width):
             holder.block = saved[i].block
             holder.extra = extras[i]

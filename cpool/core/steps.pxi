@@ -171,7 +171,7 @@ cdef int64_t check_new_keys(
     for i in range(count):
         if num_tokens[i] > MAX_NUM_TOKENS:
             raise ContractError(
-                f"{num_tokens[i]} tokens at position {i}; the limit is {MAX_NUM_TOKENS}"
+                f"{num_tokens[i]} tokens at position {i}; the limit is {<uint32_t>MAX_NUM_TOKENS}"
             )
         if not registry.has_primary(core, ids[i]):
             continue

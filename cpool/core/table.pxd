@@ -1,173 +1,217 @@
 # SPDX-License-Identifier: Apache-2.0
-# The table: hash -> one word that says who holds the key. Open addressing, ordered.
+# The table: hash -> one word that says who holds the key. Open addressing, a cache line at a time.
 #
-# A cell is hash << 32 | ref. The home of a hash is hash * num_cells >> 32, so homes rise with
-# hashes and a run of used cells is sorted by hash (linear probing kept in order: Amble and
-# Knuth, 1974). That gives three things:
-#   - a search, hit or miss, ends at the first larger hash;
-#   - a rehash is one pass over the old array and one over the new, no key is read again;
-#   - any size will do, not only powers of two.
-# Cells: EMPTY (0) -> used on insert, used -> EMPTY on remove (later cells of the run shift
-# back, so there are no tombstones). At least one cell stays EMPTY, or a search never ends.
+# A *chunk* is one cache line: the hashes of eight cells, then their refs. The home of a hash is
+# the chunk hash * num_chunks >> 32. A key is in its home, or, if that was full, in the next chunk
+# that was not: linear probing, with chunks for cells. Eight hashes are compared at once, so a
+# search hardly ever branches on what nobody can guess: how far from its home a key stands.
 #
-# A run that reaches the end goes on at cell 0: the first `num_wrapped` cells belong to homes at
-# the end. cells[num_cells] is a guard that is always EMPTY.
+#   - Each chunk counts the keys that had to pass it. A search, hit or miss, ends where nobody
+#     passed: most often it reads one line.
+#   - A remove empties the cell and counts back: no tombstones, no key moves, and a search does
+#     not grow longer with age.
+#   - A rehash reads no key, and homes rise with hashes: one pass over both arrays.
+#   - Any size will do, not only powers of two.
+#
+# A ref of 0 is EMPTY. Behind the last chunk comes the first. A *place* is a cell's number,
+# 8 * chunk + cell; a key keeps its place until a rehash.
 #
 # The table knows no digest, no block and no ref_cnt. Two keys may share a hash: whoever asks
 # compares the digests.
 from cpool.core cimport memory
 from cpool.core.memory cimport Array
-from cpool.core.types cimport cell_t, hash_t, ref_t, uint64_t
+from cpool.core.types cimport hash_t, ref_t, uint8_t, uint32_t, uint64_t
+
+cdef extern from * nogil:
+    """
+    #include <stdint.h>
+    #ifdef __SSE2__
+    #include <emmintrin.h>
+    #endif
+
+    enum { CPOOL_CHUNK_CELLS = 8 };
+
+    typedef struct {
+        uint32_t hashes[CPOOL_CHUNK_CELLS];
+        uint32_t refs[CPOOL_CHUNK_CELLS];
+    } cpool_chunk;
+
+    /* Bit i: word i of eight equals `wanted`. */
+    static inline uint32_t cpool_equal_words(const uint32_t *words, uint32_t wanted) {
+    #ifdef __SSE2__
+        __m128i all = _mm_set1_epi32((int)wanted);
+        __m128i low = _mm_cmpeq_epi32(_mm_load_si128((const __m128i *)words), all);
+        __m128i high = _mm_cmpeq_epi32(_mm_load_si128((const __m128i *)words + 1), all);
+        __m128i both = _mm_packs_epi32(low, high);
+        return (uint32_t)_mm_movemask_epi8(_mm_packs_epi16(both, _mm_setzero_si128()));
+    #else
+        uint32_t mask = 0;
+        for (int i = 0; i < CPOOL_CHUNK_CELLS; i++) mask |= (uint32_t)(words[i] == wanted) << i;
+        return mask;
+    #endif
+    }
+
+    static inline uint32_t cpool_lowest_bit(uint32_t mask) {
+        return (uint32_t)__builtin_ctz(mask);
+    }
+    """
+    enum:
+        CHUNK_CELLS "CPOOL_CHUNK_CELLS"
+
+    ctypedef struct Chunk "cpool_chunk":
+        hash_t hashes[8]
+        ref_t refs[8]
+
+    uint32_t equal_words "cpool_equal_words"(const uint32_t* words, uint32_t wanted) noexcept
+    uint32_t lowest_bit "cpool_lowest_bit"(uint32_t mask) noexcept
+
+cdef enum:
+    NOWHERE = 0xFFFFFFFFFFFFFFFF    # no cell has the hash
+    FILLED = 64                     # per cent of the cells that a new table expects to use
+    MAX_FILLED = 85                 # beyond, many chunks are full, and searches grow long
+    MANY = 255                      # keys passed a chunk: no longer counted, up or down
 
 
 cdef struct Table:
-    Array array
-    cell_t* cells           # num_cells + 1 of them, NULL while nothing is registered
-    uint64_t num_cells
-    uint64_t num_used
-    uint64_t num_wrapped
+    Array array             # the chunks, then `passed`
+    Chunk* chunks           # NULL while nothing is registered
+    uint8_t* passed         # of each chunk, how many keys had to pass it, up to MANY
+    uint64_t num_chunks
+    uint64_t num_used       # cells
 
 
-cdef inline cell_t make_cell(hash_t hash, ref_t ref) noexcept:
-    return (<cell_t>hash << 32) | ref
+cdef inline uint64_t num_cells(const Table* table) noexcept:
+    return table.num_chunks * CHUNK_CELLS
 
 
 cdef inline uint64_t home(const Table* table, hash_t hash) noexcept:
-    return (<uint64_t>hash * table.num_cells) >> 32
+    return (<uint64_t>hash * table.num_chunks) >> 32
+
+
+cdef inline uint64_t next_chunk(const Table* table, uint64_t chunk) noexcept:
+    chunk += 1
+    return chunk if chunk < table.num_chunks else 0
+
+
+cdef inline uint32_t empty_cells(const Chunk* chunk) noexcept:
+    # Bit i: cell i is EMPTY.
+    return equal_words(chunk.refs, 0)
+
+
+cdef inline uint32_t matches(const Chunk* chunk, hash_t hash) noexcept:
+    # Bit i: cell i is used and has the hash.
+    return equal_words(chunk.hashes, hash) & ~empty_cells(chunk)
+
+
+cdef inline void prefetch(const Table* table, hash_t hash) noexcept:
+    memory.prefetch(&table.chunks[home(table, hash)])
+
+
+cdef inline void prefetch_write(const Table* table, hash_t hash) noexcept:
+    memory.prefetch_write(&table.chunks[home(table, hash)])
+
+
+cdef inline ref_t ref_at(const Table* table, uint64_t place) noexcept:
+    return table.chunks[place // CHUNK_CELLS].refs[place % CHUNK_CELLS]
+
+
+cdef inline void set_ref_at(Table* table, uint64_t place, ref_t ref) noexcept:
+    table.chunks[place // CHUNK_CELLS].refs[place % CHUNK_CELLS] = ref
+
+
+cdef inline uint64_t seek_behind(const Table* table, hash_t hash, uint64_t chunk) noexcept:
+    # The first cell with that hash behind `chunk`, or NOWHERE. At most round to the home.
+    cdef uint64_t start = home(table, hash)
+    cdef uint32_t found
+    while table.passed[chunk]:
+        chunk = next_chunk(table, chunk)
+        if chunk == start:
+            break
+        found = matches(&table.chunks[chunk], hash)
+        if found:
+            return chunk * CHUNK_CELLS + lowest_bit(found)
+    return NOWHERE
 
 
 cdef inline uint64_t seek(const Table* table, hash_t hash) noexcept:
-    # The first cell that is EMPTY or whose hash is not smaller: where `hash` is or would go.
-    cdef uint64_t place = home(table, hash)
-    cdef const cell_t* cells = table.cells
-    if place < table.num_wrapped:
-        place = table.num_wrapped
-    while cells[place] and <hash_t>(cells[place] >> 32) < hash:
-        place += 1
-    if place == table.num_cells:
-        place = 0
-        while place < table.num_wrapped and <hash_t>(cells[place] >> 32) < hash:
-            place += 1
-    return place
+    # The first cell with that hash, or NOWHERE.
+    cdef uint64_t chunk = home(table, hash)
+    cdef uint32_t found = matches(&table.chunks[chunk], hash)
+    if found:
+        return chunk * CHUNK_CELLS + lowest_bit(found)
+    return seek_behind(table, hash, chunk)
 
 
-cdef inline void prefetch_home(const Table* table, hash_t hash) noexcept:
-    memory.prefetch(&table.cells[home(table, hash)])
+cdef inline uint64_t glance(const Table* table, hash_t hash) noexcept:
+    # As seek(), but looks at the home alone and asks for the chunk behind it if a search would
+    # go on there. NOWHERE then means nothing yet.
+    cdef uint64_t chunk = home(table, hash)
+    cdef uint32_t found = matches(&table.chunks[chunk], hash)
+    if found:
+        return chunk * CHUNK_CELLS + lowest_bit(found)
+    if table.passed[chunk]:
+        memory.prefetch(&table.chunks[next_chunk(table, chunk)])
+    return NOWHERE
 
 
-cdef inline void prefetch_run(const Table* table, hash_t hash) noexcept:
-    # For a change: it moves the cells behind, often into the next line.
-    cdef uint64_t place = home(table, hash)
-    memory.prefetch_write(&table.cells[place])
-    memory.prefetch_write(&table.cells[min(place + 4, table.num_cells)])
-
-
-cdef inline uint64_t following(const Table* table, uint64_t place) noexcept:
-    place += 1
-    return place if place < table.num_cells else 0
-
-
-cdef inline bint holds(const Table* table, uint64_t place, hash_t hash) noexcept:
-    return table.cells[place] != 0 and <hash_t>(table.cells[place] >> 32) == hash
+cdef inline uint64_t seek_next(const Table* table, hash_t hash, uint64_t place) noexcept:
+    # The next cell with that hash behind one that has it, or NOWHERE.
+    cdef uint64_t chunk = place // CHUNK_CELLS
+    cdef uint32_t found = matches(&table.chunks[chunk], hash) >> (place % CHUNK_CELLS) >> 1
+    if found:
+        return place + 1 + lowest_bit(found)
+    return seek_behind(table, hash, chunk)
 
 
 cdef inline uint64_t find_cell(const Table* table, hash_t hash, ref_t ref) noexcept:
     # The cell of (hash, ref), which must exist.
     cdef uint64_t place = seek(table, hash)
-    while table.cells[place] != make_cell(hash, ref):
-        place = following(table, place)
+    while ref_at(table, place) != ref:
+        place = seek_next(table, hash, place)
     return place
 
 
-cdef inline void insert_at(Table* table, uint64_t place, hash_t hash, ref_t ref) noexcept:
-    # `place` is where seek() and the equal hashes behind it end. There must be two EMPTY
-    # cells (reserve). Equal hashes stay in order of insertion.
-    cdef cell_t carried = make_cell(hash, ref)
-    cdef cell_t displaced
-    if home(table, hash) > place:
-        table.num_wrapped += 1
-    while True:
-        displaced = table.cells[place]
-        table.cells[place] = carried
-        if displaced == 0:
-            break
-        carried = displaced
-        place += 1
-        if place == table.num_cells:
-            place = 0
-            table.num_wrapped += 1
+cdef inline void insert(Table* table, hash_t hash, ref_t ref) noexcept:
+    # There must be an EMPTY cell (reserve).
+    cdef uint64_t chunk = home(table, hash)
+    cdef uint32_t empty = empty_cells(&table.chunks[chunk])
+    while empty == 0:
+        table.passed[chunk] += table.passed[chunk] != MANY
+        chunk = next_chunk(table, chunk)
+        empty = empty_cells(&table.chunks[chunk])
+    table.chunks[chunk].hashes[lowest_bit(empty)] = hash
+    table.chunks[chunk].refs[lowest_bit(empty)] = ref
     table.num_used += 1
 
 
-cdef inline void insert(Table* table, hash_t hash, ref_t ref) noexcept:
-    cdef uint64_t place = seek(table, hash)
-    while holds(table, place, hash):
-        place = following(table, place)
-    insert_at(table, place, hash, ref)
-
-
 cdef inline void remove_at(Table* table, uint64_t place) noexcept:
-    cdef uint64_t after
-    cdef cell_t cell
-    if place < table.num_wrapped:
-        table.num_wrapped -= 1
-    while True:
-        after = following(table, place)
-        cell = table.cells[after]
-        if cell == 0 or home(table, <hash_t>(cell >> 32)) == after:
-            break
-        if after == 0:
-            table.num_wrapped -= 1
-        table.cells[place] = cell
-        place = after
-    table.cells[place] = 0
+    cdef Chunk* stood_in = &table.chunks[place // CHUNK_CELLS]
+    cdef uint64_t chunk = home(table, stood_in.hashes[place % CHUNK_CELLS])
+    stood_in.refs[place % CHUNK_CELLS] = 0
     table.num_used -= 1
+    while chunk != place // CHUNK_CELLS:
+        table.passed[chunk] -= table.passed[chunk] != MANY
+        chunk = next_chunk(table, chunk)
 
 
-cdef inline void fill_from(Table* table, const Table* old) noexcept:
-    # One pass over both arrays. What would pass the end is put in at the front afterwards.
-    # An EMPTY cell is written too, to where the next used one goes: no branch, for a third of
-    # the cells are EMPTY and nobody can guess which.
-    cdef uint64_t next_free = 0
-    cdef uint64_t place, i
-    cdef cell_t cell
-    for i in range(old.num_cells):
-        # In order of hash: the wrapped cells come last.
-        place = i + old.num_wrapped
-        if place >= old.num_cells:
-            place -= old.num_cells
-        cell = old.cells[place]
-        place = home(table, <hash_t>(cell >> 32))
-        place = next_free if place < next_free else place
-        if place >= table.num_cells:
-            if cell:
-                insert(table, <hash_t>(cell >> 32), <ref_t>cell)
-            continue
-        table.cells[place] = cell
-        table.num_used += cell != 0
-        next_free = place + (cell != 0)
+cdef inline uint64_t max_used(const Table* table) noexcept:
+    return num_cells(table) * MAX_FILLED // 100
 
 
-cdef inline uint64_t wanted_cells(uint64_t num_keys) noexcept:
-    # 70 % full. On average a hit then reads 2.2 cells and an insert moves 3.
-    return num_keys + num_keys * 3 // 7 + 2
-
-
-cdef inline uint64_t max_keys(uint64_t num_cells) noexcept:
-    # 85 % full at most: beyond, runs grow quickly.
-    return num_cells * 85 // 100 - 1 if num_cells > 4 else 0
-
-
-cdef inline int resize(Table* table, uint64_t num_cells) except -1:
+cdef inline int resize(Table* table, uint64_t wanted_cells) except -1:
     cdef Table fresh
-    fresh.num_cells = num_cells
+    cdef uint64_t i
+    cdef uint32_t cell
+    fresh.num_chunks = wanted_cells // CHUNK_CELLS + 1
     fresh.num_used = 0
-    fresh.num_wrapped = 0
-    memory.allocate(&fresh.array, num_cells + 1, sizeof(cell_t))
+    memory.allocate(&fresh.array, fresh.num_chunks, sizeof(Chunk) + 1)
     # Nothing below can fail.
-    fresh.cells = <cell_t*>fresh.array.data
-    if table.num_used:
-        fill_from(&fresh, table)
+    fresh.chunks = <Chunk*>fresh.array.data
+    fresh.passed = <uint8_t*>&fresh.chunks[fresh.num_chunks]
+    for i in range(table.num_chunks):
+        for cell in range(CHUNK_CELLS):
+            if table.chunks[i].refs[cell]:
+                insert(&fresh, table.chunks[i].hashes[cell], table.chunks[i].refs[cell])
     memory.release(&table.array)
     table[0] = fresh
     return 0
@@ -177,16 +221,16 @@ cdef inline int reserve(Table* table, uint64_t num_new, uint64_t num_expected) e
     # Afterwards `num_new` inserts succeed. The first call sizes the table for `num_expected`
     # keys, so that a pool with one key a block never rehashes.
     cdef uint64_t needed = table.num_used + num_new
-    if table.cells == NULL:
-        resize(table, wanted_cells(max(needed, num_expected)))
-    elif needed > max_keys(table.num_cells):
-        resize(table, max(table.num_cells + table.num_cells // 10, needed * 5 // 4) + 8)
+    if table.chunks == NULL:
+        resize(table, max(needed, num_expected) * 100 // FILLED)
+    elif needed > max_used(table):
+        resize(table, max(num_cells(table) * 11 // 10, needed * 5 // 4))
     return 0
 
 
 cdef inline void release(Table* table) noexcept:
     memory.release(&table.array)
-    table.cells = NULL
-    table.num_cells = 0
+    table.chunks = NULL
+    table.passed = NULL
+    table.num_chunks = 0
     table.num_used = 0
-    table.num_wrapped = 0

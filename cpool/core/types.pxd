@@ -6,7 +6,6 @@ ctypedef uint32_t block_id_t    # index of a block in the pool
 ctypedef uint32_t record_id_t   # index of a record in an arena
 ctypedef uint16_t space_t       # a key space and its flags, see keys.pxd
 ctypedef uint32_t hash_t        # the table's own hash of a key
-ctypedef uint64_t cell_t        # hash_t << 32 | ref_t, 0 when EMPTY
 ctypedef uint32_t ref_t         # a tag in the two highest bits, an index in the others
 
 cdef enum:
