@@ -118,7 +118,6 @@ cdef class _PoolLookup(_PoolEvents):
         """
         cdef Key key
         cdef Holder holder
-        cdef hash_t hash
         cdef uint64_t place
         cdef Py_ssize_t width
         cdef uint32_t group_id
@@ -133,13 +132,12 @@ cdef class _PoolLookup(_PoolEvents):
             # list meanwhile; only then it reads the digest and the handle.
             group_id = read_group((<list>kv_cache_group_ids)[0])
             key.space = registry.find_space(&self.core, group_id, <uint32_t>width)
-            if key.space == 0 or self.core.table.cells == NULL:
+            if key.space == 0 or self.core.table.chunks == NULL:
                 return None
-            hash = registry.hash_of(&self.core, &key)
-            place = table.seek(&self.core.table, hash)
-            if not table.holds(&self.core.table, place, hash):
+            place = table.seek(&self.core.table, registry.hash_of(&self.core, &key))
+            if place == table.NOWHERE:
                 return None
-            self.prefetch_answer(<ref_t>self.core.table.cells[place])
+            self.prefetch_answer(table.ref_at(&self.core.table, place))
             found = PyList_New(1)
             block = None
             # From the start: a collection for the list may have run anything.
