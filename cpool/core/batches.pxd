@@ -28,7 +28,7 @@ cdef inline void prefetch_holder(const Core* core, ref_t ref) noexcept:
     cdef ref_t tag = ref & ~<ref_t>INDEX_MASK
     if tag == PRIMARY:
         prefetch(blocks.digest_slot(&core.blocks, index))
-        if core.num_spaces > 2:
+        if core.has_widths:
             prefetch(&core.blocks.keys[index])
     elif tag == <ref_t>SHARED:
         prefetch(shared_keys.key(&core.shared, index))
@@ -85,7 +85,7 @@ cdef inline bint is_own_key(
     return (ref & ~<ref_t>INDEX_MASK) == PRIMARY and same_digest(
         blocks.digest_slot(&core.blocks, ref & INDEX_MASK), key.digest, width
     ) and (
-        core.num_spaces == 2
+        not core.has_widths
         or core.blocks.keys[ref & INDEX_MASK].space & SPACE_MASK == key.space
     )
 
@@ -109,7 +109,7 @@ cdef inline size_t find_batch(
     cdef uint64_t place
     cdef ref_t ref
     cdef uint32_t width = core.spaces[space].width
-    cdef uint64_t salt = core.spaces[space].salt
+    cdef hash_t salt = core.spaces[space].salt
     key.space = space
     while row < count:
         stop = min(count, row + 4 * IN_FLIGHT)
@@ -177,7 +177,7 @@ cdef struct Registrations:
 cdef inline void fetch_rows(Core* core, Registrations* batch, size_t row) noexcept:
     # Once a round, both stages for the rounds ahead.
     cdef uint32_t width = core.spaces[batch.space].width
-    cdef uint64_t salt = core.spaces[batch.space].salt
+    cdef hash_t salt = core.spaces[batch.space].salt
     cdef hash_t hash
     cdef size_t i = batch.fetched
     cdef size_t stop = min(batch.count, row + 3 * IN_FLIGHT)

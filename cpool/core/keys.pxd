@@ -7,6 +7,8 @@
 # The table's own hash is NH (Black et al., UMAC, CRYPTO '99) over the digest's 64-bit words
 # with random words drawn per pool, folded to 32 bits. Digests can be chosen by whoever writes
 # the prompt when they are xxhash; without the random words he cannot choose where they land.
+# Each space then flips bits of its own, so one digest never has one hash in two spaces of its
+# width: where digest and hash are the same, the space is too.
 from cpool.core.types cimport hash_t, space_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
@@ -15,7 +17,7 @@ cdef extern from * nogil:
     #include <stdint.h>
     #include <string.h>
 
-    #define CPOOL_MAX_SEED_WORDS 36
+    #define CPOOL_MAX_SEED_WORDS 35
 
     /* Debug builds can make keys collide. */
     static uint32_t cpool_hash_mask = 0xFFFFFFFF;
@@ -39,9 +41,9 @@ cdef extern from * nogil:
 
     /* `salt` stands for the space; seed holds CPOOL_MAX_SEED_WORDS random words. */
     static inline uint32_t cpool_hash_key(const uint8_t *digest, uint32_t width,
-                                          uint64_t salt, const uint64_t *seed) {
+                                          uint32_t salt, const uint64_t *seed) {
         const uint64_t *k = seed + 2;
-        unsigned __int128 sum = salt;
+        unsigned __int128 sum = 0;
         if (width == 32) {
             sum += (unsigned __int128)(cpool_word(digest) + k[0]) * (cpool_word(digest + 8) + k[1]);
             sum += (unsigned __int128)(cpool_word(digest + 16) + k[2])
@@ -56,7 +58,7 @@ cdef extern from * nogil:
                      * (cpool_word(padded + 8) + k[i / 8 + 1]);
             }
         }
-        return cpool_fold(sum, seed);
+        return cpool_fold(sum, seed) ^ salt;
     }
 
     static inline int cpool_same_digest(const uint8_t *a, const uint8_t *b, uint32_t width) {
@@ -81,7 +83,7 @@ cdef extern from * nogil:
     """
     uint32_t hash_mask "cpool_hash_mask"
     hash_t hash_key "cpool_hash_key"(
-        const uint8_t* digest, uint32_t width, uint64_t salt, const uint64_t* seed
+        const uint8_t* digest, uint32_t width, hash_t salt, const uint64_t* seed
     ) noexcept
     bint same_digest "cpool_same_digest"(
         const uint8_t* a, const uint8_t* b, uint32_t width
@@ -91,14 +93,14 @@ cdef extern from * nogil:
     ) noexcept
 
 cdef enum:
-    NUM_SEED_WORDS = 36     # two to fold, one for each word of the longest digest, two for salts
+    NUM_SEED_WORDS = 35     # two to fold, one for each word of the longest digest, one for salts
     MAX_SPACES = 8191       # (group, width) pairs in one pool: what SPACE_MASK can name
 
 
 cdef struct Space:
     uint32_t group          # kv_cache_group_id
     uint32_t width          # bytes of a digest
-    uint64_t salt           # what the space adds to the table's hash
+    hash_t salt             # bits that the space flips in the table's hash: no other has these
 
 
 cdef struct Key:
@@ -106,10 +108,6 @@ cdef struct Key:
     space_t space           # no flags
 
 
-cdef inline uint64_t salt_of(uint32_t group, uint32_t width, const uint64_t* seed) noexcept:
-    cdef uint8_t word[8]
-    cdef uint64_t packed = (<uint64_t>group << 8) | width
-    memcpy(word, &packed, 8)
-    return (<uint64_t>hash_key(word, 8, seed[NUM_SEED_WORDS - 1], seed) << 32) | hash_key(
-        word, 8, seed[NUM_SEED_WORDS - 2], seed
-    )
+cdef inline hash_t salt_of(space_t space, const uint64_t* seed) noexcept:
+    # The factor is odd, so no two spaces get the same.
+    return <hash_t>(space - 1) * <hash_t>(seed[NUM_SEED_WORDS - 1] | 1)

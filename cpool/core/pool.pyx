@@ -12,8 +12,8 @@ class would corrupt itself (double free, negative count, foreign id) this one ra
 cimport cython
 cimport numpy
 from cpool.core cimport (
-    batches, check, free_queue, keys, memory, msgpack, parents, registry, reverse_index,
-    shared_keys, table, table_stats,
+    batches, check, free_queue, handle_map, keys, memory, msgpack, parents, registry,
+    reverse_index, shared_keys, table, table_stats,
 )
 from cpool.core.blocks cimport PrimaryKey, digest_slot
 from cpool.core.keys cimport Key, Space, copy_digest, MAX_SPACES
@@ -34,8 +34,10 @@ from cpython.buffer cimport (
 from cpython.bytes cimport (
     PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE,
 )
-from cpython.mem cimport PyMem_Free, PyMem_Malloc, PyMem_RawCalloc, PyMem_RawFree
+from cpython.list cimport PyList_New, PyList_SET_ITEM
+from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from cpython.object cimport PyObject
+from cpython.ref cimport Py_INCREF
 from libc.string cimport memcpy, memset
 
 import logging
@@ -56,7 +58,6 @@ cdef extern from *:
     long long PyLong_AsLongLongAndOverflow(object number, int* overflow) except? -1
     PyObject* PyList_GET_ITEM(list items, Py_ssize_t index) noexcept
     PyObject* Py_TYPE(PyObject* object) noexcept
-    void PyObject_GC_UnTrack(void* object)
     # Objects made between a check and its commit could start the garbage collector, and then
     # the __del__ of anything could call the pool. So there it is off.
     int PyGC_Disable()
@@ -67,6 +68,7 @@ cdef enum:
     MAX_REF_CNT = 0x7FFFFFFF
     STEP = 1024                     # registrations that memory is reserved for at once
     SMALL_INT = 256                 # up to here Python has its integers already
+    HANDLES_AT_ONCE = 1024          # that memory is prepared for
     FEW = 128                       # block ids for which a call has room of its own
     CHECKED_UP_TO_BLOCKS = 4096     # debug builds check pools of this size after each operation
 

@@ -314,6 +314,7 @@ cdef class _PoolRegistration(_PoolAllocation):
         cdef uint32_t group
         if id == NULL_BLOCK:
             return None
+        self.prefetch_key(id)
         size = read_count(block_size, "block_size", 1, MAX_NUM_TOKENS)
         if size % self.hash_block_size:
             raise ContractError(
@@ -331,6 +332,10 @@ cdef class _PoolRegistration(_PoolAllocation):
         digest = hash_at(hashes, boundary - 1)
         if not isinstance(digest, bytes):
             raise TypeError(f"a block hash must be bytes, not {type(digest).__name__}")
+        if not replace_existing_hashes and self.has_primary_key(id, digest, group):
+            return make_key(
+                <const uint8_t*>PyBytes_AS_STRING(digest), <uint32_t>len(digest), group
+            )
         stored = parent = detail = None
         if self.enable_kv_cache_events and (
             replace_existing_hashes or not self.holds(id, digest, group)

@@ -37,8 +37,9 @@ cdef struct Core:
     Array spaces_array
     Space* spaces           # spaces[0] is not used
     uint32_t num_spaces     # one past the highest in use; 0 while there is none
+    bint has_widths         # digests of more than one width
     uint64_t num_registrations
-    uint64_t seed[36]       # random words of the table's hash
+    uint64_t seed[35]       # random words of the table's hash
 
 
 cdef struct Holder:
@@ -64,6 +65,7 @@ cdef inline void drop_key_storage(Core* core) noexcept:
     memory.release(&core.spaces_array)
     core.spaces = NULL
     core.num_spaces = 0
+    core.has_widths = False
     core.num_registrations = 0
 
 
@@ -125,7 +127,8 @@ cdef inline int intern_space(Core* core, uint32_t group, uint32_t width) except 
         core.num_spaces = 1
     core.spaces[core.num_spaces].group = group
     core.spaces[core.num_spaces].width = width
-    core.spaces[core.num_spaces].salt = keys.salt_of(group, width, core.seed)
+    core.spaces[core.num_spaces].salt = keys.salt_of(<space_t>core.num_spaces, core.seed)
+    core.has_widths = core.has_widths or width != core.spaces[1].width
     core.num_spaces += 1
     return core.num_spaces - 1
 
@@ -201,7 +204,8 @@ cdef inline bint has_primary(const Core* core, block_id_t block) noexcept:
 # Look-ups ---------------------------------------------------------------------------------
 
 cdef inline bint names(const Core* core, ref_t ref, const Key* key, Holder* holder) noexcept:
-    # Whether the cell `ref` is that of `key`; its first holder if so. Keys are compared whole.
+    # Whether the cell `ref`, whose hash is the key's, is that of `key`; its first holder if so.
+    # Keys are compared whole.
     cdef uint32_t index = ref & INDEX_MASK
     cdef uint32_t width = core.spaces[key.space].width
     cdef ref_t tag = ref & ~<ref_t>INDEX_MASK
@@ -214,8 +218,8 @@ cdef inline bint names(const Core* core, ref_t ref, const Key* key, Holder* hold
         return same_digest(
             blocks.digest_slot(&core.blocks, index), key.digest, width
         ) and (
-            # Where there is one space only, its column need not be read.
-            core.num_spaces == 2
+            # With the same hash it is the same space (see keys.pxd); its column is not read.
+            not core.has_widths
             or (core.blocks.keys[index].space & SPACE_MASK) == key.space
         )
     if tag == <ref_t>SHARED:

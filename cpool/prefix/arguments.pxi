@@ -58,6 +58,12 @@ cdef object rows_of(object hashes, uint32_t known_width):
 
 
 cdef uint64_t read_tokens(object value, str what, uint64_t low, uint64_t high) except? 0:
+    cdef int overflow = 1
+    cdef int64_t small = 0
+    if type(value) is int:
+        small = PyLong_AsLongLongAndOverflow(value, &overflow)
+    if overflow == 0 and small >= 0 and low <= <uint64_t>small <= high:
+        return small
     if isinstance(value, (bool, float)) or not hasattr(value, "__index__"):
         raise TypeError(f"{what} must be an integer, not {type(value).__name__}")
     number = value.__index__()

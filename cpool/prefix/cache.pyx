@@ -17,16 +17,18 @@ from cpool.core.registry cimport Core, Holder
 from cpool.core.keys cimport Key
 from cpool.core.memory cimport prefetch
 from cpool.core.types cimport (
-    block_id_t, space_t, uint32_t, uint64_t, MAX_HASH_BYTES, MAX_NUM_TOKENS, NO_RECORD,
+    block_id_t, int64_t, space_t, uint32_t, uint64_t, MAX_HASH_BYTES, MAX_NUM_TOKENS, NO_RECORD,
 )
-from cpool.prefix cimport evictions, lookup, rows
+from cpool.prefix cimport evictions, guess, lookup, rows
 from cpool.prefix.evictions cimport Eviction, Evictions
+from cpool.prefix.guess cimport Guess
 from cpool.prefix.lookup cimport GroupSet, Hit, Query, FULL_ATTENTION, MAMBA
 from cpool.prefix.rows cimport Kind, Row
 from cpython.buffer cimport (
     Py_buffer, PyBUF_WRITABLE, PyBuffer_Release,
     PyObject_CheckBuffer, PyObject_GetBuffer,
 )
+from cpython.long cimport PyLong_AsLongLongAndOverflow
 from cpython.mem cimport PyMem_Calloc, PyMem_Free, PyMem_Malloc
 from libc.string cimport memcmp, memcpy, memset
 
@@ -96,6 +98,7 @@ cdef class PrefixCache:
     cdef Need* needs                # of each group, for the step at work
     cdef space_t* spaces            # of each group, for the lookup at work
     cdef block_id_t* tail           # of each group, for the lookup at work
+    cdef Guess* guesses             # of each group, from the last lookup
     cdef tuple nothing              # an empty array for each group
     cdef uint64_t scheduler_block_size      # tokens
     cdef uint64_t match_unit_tokens
@@ -115,6 +118,7 @@ cdef class PrefixCache:
         self.needs = NULL
         self.spaces = NULL
         self.tail = NULL
+        self.guesses = NULL
         self.history.cells = NULL
 
     def __init__(self, pool, groups, *, match=None, remember_evictions=0):
@@ -134,6 +138,7 @@ cdef class PrefixCache:
         self.needs = <Need*>room(self.num_groups, sizeof(Need))
         self.spaces = <space_t*>room(self.num_groups, sizeof(space_t))
         self.tail = <block_id_t*>room(self.num_groups, sizeof(block_id_t))
+        self.guesses = <Guess*>room(self.num_groups, sizeof(Guess))
         for s, group_set in enumerate(self.layout.sets):
             self.sets[s].kind = KIND_OF[type(group_set.group)]
             self.sets[s].block_size = group_set.group.block_size
@@ -165,6 +170,11 @@ cdef class PrefixCache:
         )
 
     def __dealloc__(self):
+        cdef uint32_t g
+        if self.guesses != NULL:
+            for g in range(self.num_groups):
+                guess.forget(&self.guesses[g])
+        PyMem_Free(self.guesses)
         PyMem_Free(self.sets)
         PyMem_Free(self.members)
         PyMem_Free(self.set_of)
@@ -220,43 +230,43 @@ cdef class PrefixCache:
             )
         return self.find(hashes, batch, limit)
 
+    cdef void ask(self, Query* query, HashBatch batch) noexcept:
+        cdef uint32_t g
+        for g in range(self.num_groups):
+            self.spaces[g] = registry.find_space(&self.pool.core, g, batch.width)
+        query.core = &self.pool.core
+        query.rows = batch.rows
+        query.num_rows = batch.count
+        query.row_bytes = batch.row_bytes
+        query.width = batch.width
+        query.unit = self.pool.hash_block_size
+        query.match_unit = self.match_unit_tokens
+        query.sets = self.sets
+        query.num_sets = self.num_sets
+        query.spaces = self.spaces
+        query.guesses = NULL
+        query.tail = self.tail
+
     cdef PrefixMatch prepare(
         self, Query* query, object hashes, HashBatch batch, uint64_t max_tokens
     ):
         # An empty match with room for what `query` will find.
         cdef PrefixMatch match = PrefixMatch.__new__(PrefixMatch)
-        cdef uint32_t g
-        cdef size_t placed = 0
-        match.cache = self
+        match.make_room(self, max_tokens)
         match.hashes = hashes
         match.max_tokens = max_tokens
         match.num_hashes = batch.count
-        match.hits = <Hit*>room(self.num_sets, sizeof(Hit))
-        match.rows = <block_id_t**>room(self.num_groups, sizeof(block_id_t*))
-        for g in range(self.num_groups):
-            placed += rows.blocks_for(max_tokens, self.kinds[g].block_size) + 2
-        match.storage = <block_id_t*>PyMem_Malloc(placed * sizeof(block_id_t))
-        if match.storage == NULL:
-            raise MemoryError(f"cannot allocate room for {placed} block ids")
-        placed = 0
-        for g in range(self.num_groups):
-            self.spaces[g] = registry.find_space(&self.pool.core, g, batch.width)
-            match.rows[g] = match.storage + placed
-            placed += rows.blocks_for(max_tokens, self.kinds[g].block_size) + 2
-        query.core = &self.pool.core
-        query.rows = batch.rows
-        query.num_rows = batch.count
-        query.row_bytes = batch.row_bytes
-        query.unit = self.pool.hash_block_size
-        query.match_unit = self.match_unit_tokens
-        query.spaces = self.spaces
-        query.tail = self.tail
         query.found = match.rows
         return match
 
     cdef PrefixMatch find(self, object hashes, HashBatch batch, uint64_t max_tokens):
         cdef Query query
-        cdef PrefixMatch match = self.prepare(&query, hashes, batch, max_tokens)
+        cdef PrefixMatch match
+        self.ask(&query, batch)
+        query.guesses = self.guesses
+        # Memory answers while the match is made.
+        lookup.fetch_rows(&query, max_tokens)
+        match = self.prepare(&query, hashes, batch, max_tokens)
         if self.is_single:
             lookup.match_set(&query, self.sets, max_tokens, self.sets[0].eagle, match.hits)
             match.num_tokens = match.hits[0].num_tokens
@@ -285,7 +295,9 @@ cdef class PrefixCache:
         cdef uint32_t g = read_tokens(
             kv_cache_group_id, "kv_cache_group_id", 0, self.num_groups - 1
         )
-        cdef PrefixMatch scratch = self.prepare(&query, hashes, batch, read_tokens(
+        cdef PrefixMatch scratch
+        self.ask(&query, batch)
+        scratch = self.prepare(&query, hashes, batch, read_tokens(
             max_tokens, "max_tokens", 0, batch.count * self.pool.hash_block_size
             + self.pool.hash_block_size - 1
         ))

@@ -13,10 +13,15 @@
 #
 # Decisions are those of vLLM 0.32.0's managers and of its hybrid coordinator. Reads the pool
 # and changes nothing. 0, the null block, stands for a block that is not needed.
-from cpool.core cimport batches, registry
+from cpool.core cimport batches, registry, table
 from cpool.core.keys cimport Key
+from cpool.core.memory cimport CACHE_LINE, prefetch
 from cpool.core.registry cimport Core, Holder
-from cpool.core.types cimport block_id_t, space_t, uint8_t, uint32_t, uint64_t, NO_BLOCK
+from cpool.core.types cimport (
+    block_id_t, hash_t, space_t, uint8_t, uint32_t, uint64_t, NO_BLOCK,
+)
+from cpool.prefix cimport guess
+from cpool.prefix.guess cimport Guess
 from libc.string cimport memset
 
 cdef enum:
@@ -25,8 +30,13 @@ cdef enum:
     CHUNKED_LOCAL = 2
     MAMBA = 3
 
-    FIRST_PROBES = 4        # searches from the right end soon, if they end with a hit:
-    MAX_PROBES = 256        # they begin with few rows in flight and double
+    FIRST_PROBES = 4        # searches from the right end soon, if they end with a hit: they
+    MAX_PROBES = 256        # begin with few rows in flight, and with more each round
+    FIRST_ROWS = 64         # of a run, asked for at once
+
+    ROWS = 0                # stages of the first probes: what to ask memory for
+    CELLS = 1
+    HOLDERS = 2
 
 
 cdef struct GroupSet:
@@ -48,10 +58,14 @@ cdef struct Query:
     const Core* core
     const uint8_t* rows
     size_t row_bytes
+    uint32_t width          # bytes of a digest
     size_t num_rows
     uint32_t unit           # hash_block_size, tokens
     uint64_t match_unit     # hits end at its multiples, tokens
+    const GroupSet* sets
+    uint32_t num_sets
     space_t* spaces         # of each group; 0 when nothing was ever registered in it
+    Guess* guesses          # of each group, for full attention; or NULL
     block_id_t** found      # of each group: room for one id a block
     block_id_t* tail        # of each group: the block of the last probe that hit
 
@@ -82,10 +96,78 @@ cdef inline void probe(
     )
 
 
-cdef inline bint others_hold(const Query* query, const GroupSet* set, size_t row) noexcept:
-    # Whether the members after the first have the row too; their blocks go to `tail`.
+# The first probe from the right end, of all sets, is asked for before anything is decided: most
+# lookups that hit end there, and then all of them have waited for memory together.
+
+cdef inline size_t probe_step(const Query* query, const GroupSet* set) noexcept:
+    # Rows between two probes from the right end; 0 for a set that is only read from the left.
+    if set.kind == MAMBA:
+        return query.match_unit // query.unit
+    if set.kind == SLIDING_WINDOW:
+        return set.block_size // query.unit
+    return 1 if set.kind == FULL_ATTENTION and query.match_unit < set.block_size else 0
+
+
+cdef inline void fetch_row(const Query* query, size_t row) noexcept:
+    # It may lie across two cache lines.
+    prefetch(query.rows + row * query.row_bytes)
+    prefetch(query.rows + row * query.row_bytes + query.width - 1)
+
+
+cdef inline void fetch_probe(const Query* query, uint32_t group, size_t row, int stage) noexcept:
+    cdef Key key
+    cdef hash_t hash
+    cdef uint64_t place
+    if stage == ROWS:
+        fetch_row(query, row)
+        return
+    key.digest = query.rows + row * query.row_bytes
+    key.space = query.spaces[group]
+    if key.space == 0:
+        return
+    hash = registry.hash_of(query.core, &key)
+    if stage == CELLS:
+        table.prefetch(&query.core.table, hash)
+        return
+    place = table.glance(&query.core.table, hash)
+    if place != table.NOWHERE:
+        batches.prefetch_holder(query.core, table.ref_at(&query.core.table, place))
+
+
+cdef inline void fetch_probes(const Query* query, uint64_t max_tokens, int stage) noexcept:
+    cdef uint64_t num_rows = min(max_tokens // query.unit, <uint64_t>query.num_rows)
+    cdef const GroupSet* set
+    cdef size_t step
+    cdef uint32_t s, i
+    if stage != ROWS and query.core.table.num_used == 0:
+        return
+    for s in range(query.num_sets):
+        set = &query.sets[s]
+        step = probe_step(query, set)
+        if step and num_rows >= step:
+            for i in range(set.num_members):
+                fetch_probe(query, set.members[i], num_rows // step * step - 1, stage)
+
+
+cdef inline void fetch_rows(const Query* query, uint64_t max_tokens) noexcept:
+    # The rows that are read first. Where they lie side by side, the processor guesses the next.
+    cdef uint64_t num_rows = min(max_tokens // query.unit, <uint64_t>query.num_rows)
+    cdef size_t step, i
+    cdef uint32_t s
+    for s in range(query.num_sets):
+        step = query.sets[s].block_size // query.unit
+        if query.sets[s].kind == FULL_ATTENTION and step * query.row_bytes > CACHE_LINE:
+            for i in range(min(num_rows // step, <uint64_t>FIRST_ROWS)):
+                fetch_row(query, (i + 1) * step - 1)
+    fetch_probes(query, max_tokens, ROWS)
+
+
+cdef inline bint hold(
+    const Query* query, const GroupSet* set, uint32_t first, size_t row
+) noexcept:
+    # Whether the set's members from `first` on have the row; their blocks go to `tail`.
     cdef uint32_t i
-    for i in range(1, set.num_members):
+    for i in range(first, set.num_members):
         query.tail[set.members[i]] = find_row(query, set.members[i], row)
         if query.tail[set.members[i]] == 0:
             return False
@@ -93,24 +175,39 @@ cdef inline bint others_hold(const Query* query, const GroupSet* set, size_t row
 
 
 cdef inline size_t run_of(
-    const Query* query, uint32_t group, size_t step, size_t first, size_t count
+    const Query* query, uint32_t group, size_t step, size_t first, size_t count, Guess* hint
 ) noexcept:
     # Blocks first, first + 1, ... of one group, up to `count` or the first that is missing.
-    return batches.find_batch(
-        query.core, query.rows + ((first + 1) * step - 1) * query.row_bytes,
-        step * query.row_bytes, count, query.spaces[group], 0, True, query.found[group] + first,
-    )
+    cdef const uint8_t* digests = query.rows + ((first + 1) * step - 1) * query.row_bytes
+    cdef size_t row_bytes = step * query.row_bytes
+    cdef space_t space = query.spaces[group]
+    cdef block_id_t* found = query.found[group] + first
+    cdef size_t right = 0
+    if hint != NULL:
+        right = guess.confirm(hint, query.core, digests, row_bytes, count, space, found)
+    if right < count:
+        count = right + batches.find_batch(
+            query.core, digests + right * row_bytes, row_bytes, count - right, space, 0, True,
+            found + right,
+        )
+    if hint != NULL:
+        guess.remember(hint, digests, found, right, count)
+    return count
 
 
 cdef inline size_t find_run(
     const Query* query, const GroupSet* set, size_t first, size_t count
 ) noexcept:
-    cdef uint32_t i
+    cdef uint32_t i, group
     cdef size_t step = set.block_size // query.unit
+    cdef bint has_hint = set.kind == FULL_ATTENTION and query.guesses != NULL
     if not can_hit(query, set):
         return 0
     for i in range(set.num_members):
-        count = run_of(query, set.members[i], step, first, count)
+        group = set.members[i]
+        count = run_of(
+            query, group, step, first, count, &query.guesses[group] if has_hint else NULL
+        )
     return count
 
 
@@ -121,8 +218,11 @@ cdef inline size_t find_highest(
     # go to `tail`.
     cdef block_id_t found[MAX_PROBES]
     cdef size_t width = FIRST_PROBES, bottom, i
-    if not can_hit(query, set):
+    if high <= low or not can_hit(query, set):
         return 0
+    if hold(query, set, 0, high * step - 1):
+        return high
+    high -= 1
     while high > low:
         bottom = high - min(high - low, width)
         probe(query, set.members[0], step, bottom, high, found)
@@ -130,11 +230,11 @@ cdef inline size_t find_highest(
         while i > bottom:
             if found[i - 1 - bottom] != NO_BLOCK:
                 query.tail[set.members[0]] = found[i - 1 - bottom]
-                if others_hold(query, set, i * step - 1):
+                if hold(query, set, 1, i * step - 1):
                     return i
             i -= 1
         high = bottom
-        width = min(2 * width, <size_t>MAX_PROBES)
+        width = min(4 * width, <size_t>MAX_PROBES)
     return 0
 
 
@@ -162,6 +262,7 @@ cdef inline void match_full_attention(
     cdef size_t run = find_run(query, set, 0, limit // size)
     cdef size_t boundary
     hit.num_tokens = <uint64_t>run * size
+    fetch_probes(query, max_tokens, HOLDERS)
     if query.match_unit < size:
         boundary = find_highest(
             query, set, 1, run * step, min(run * step + step - 1, limit // query.unit)
@@ -219,7 +320,7 @@ cdef inline void match_sliding_window(
                 run = 0
                 continue
             query.tail[set.members[0]] = found[i - bottom]
-            if not others_hold(query, set, (i + 1) * step - 1):
+            if not hold(query, set, 1, (i + 1) * step - 1):
                 run = 0
                 continue
             if run == 0 and ((i if drop else i + 1) * size) % query.match_unit:
@@ -292,6 +393,7 @@ cdef inline uint64_t match_all(
     # Two sets, full attention first: what the second accepts, the first has already.
     cdef bint one_round = num_sets == 2 and sets[0].kind == FULL_ATTENTION
     longest[0] = 0
+    fetch_probes(query, max_tokens, CELLS)
     while True:
         current = length
         for s in range(num_sets):

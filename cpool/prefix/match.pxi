@@ -2,6 +2,7 @@
 # What a lookup found.
 
 @cython.final
+@cython.freelist(8)
 cdef class PrefixMatch:
     """The longest prefix that the pool holds for one request.
 
@@ -14,20 +15,33 @@ cdef class PrefixMatch:
     cdef readonly uint64_t max_tokens       # tokens that the lookup was allowed
     cdef readonly uint64_t longest          # tokens that at least one set of groups had alone
     cdef readonly size_t num_hashes
-    cdef block_id_t* storage                # all rows, one after the other
-    cdef block_id_t** rows                  # of each group
+    cdef void* storage                      # of the three below, in this order
     cdef Hit* hits                          # of each set
+    cdef block_id_t** rows                  # of each group
     cdef Snapshot snapshot
-
-    def __cinit__(self):
-        self.storage = NULL
-        self.rows = NULL
-        self.hits = NULL
 
     def __dealloc__(self):
         PyMem_Free(self.storage)
-        PyMem_Free(self.rows)
-        PyMem_Free(self.hits)
+
+    cdef int make_room(self, PrefixCache cache, uint64_t max_tokens) except -1:
+        cdef size_t head = cache.num_sets * sizeof(Hit) + cache.num_groups * sizeof(block_id_t*)
+        cdef size_t num_ids = 0
+        cdef block_id_t* ids
+        cdef uint32_t g
+        for g in range(cache.num_groups):
+            num_ids += rows.blocks_for(max_tokens, cache.kinds[g].block_size) + 2
+        self.storage = PyMem_Malloc(head + num_ids * sizeof(block_id_t))
+        if self.storage == NULL:
+            raise MemoryError(f"cannot allocate room for {num_ids} block ids")
+        self.cache = cache
+        self.hits = <Hit*>self.storage
+        memset(self.hits, 0, cache.num_sets * sizeof(Hit))
+        self.rows = <block_id_t**>(self.hits + cache.num_sets)
+        ids = <block_id_t*>(self.rows + cache.num_groups)
+        for g in range(cache.num_groups):
+            self.rows[g] = ids
+            ids += rows.blocks_for(max_tokens, cache.kinds[g].block_size) + 2
+        return 0
 
     def __repr__(self):
         return f"PrefixMatch(num_tokens={self.num_tokens}, max_tokens={self.max_tokens})"

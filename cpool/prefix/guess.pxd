@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+# The run of the last lookup, as a guess for the next: a request that waits is looked up in each
+# step, and requests share what stands at their beginning.
+#
+# A block that alone holds a row's key, and as its primary one, is what the table would answer,
+# so the table is not read where the guess is right. It is never believed: it may be of another
+# prompt, and its blocks may have lost their keys or taken others since.
+from cpool.core cimport blocks
+from cpool.core.keys cimport same_digest
+from cpool.core.memory cimport prefetch
+from cpool.core.registry cimport Core
+from cpool.core.types cimport block_id_t, space_t, uint8_t, uint32_t, NO_TOKENS_FLAG
+from cpython.mem cimport PyMem_Free, PyMem_Realloc
+from libc.string cimport memcpy
+
+cdef enum:
+    AHEAD = 32              # blocks whose memory is asked for before they are compared
+
+
+cdef struct Guess:          # of one group
+    block_id_t* ids
+    size_t count
+    size_t capacity
+    uint8_t start           # first byte of the first row's digest
+
+
+cdef inline void forget(Guess* guess) noexcept:
+    PyMem_Free(guess.ids)
+    guess.ids = NULL
+    guess.count = 0
+    guess.capacity = 0
+
+
+cdef inline void remember(
+    Guess* guess, const uint8_t* digests, const block_id_t* ids, size_t num_right, size_t count
+) noexcept:
+    # The run was `ids`; the guess was right for the first `num_right` of them. Where that is
+    # all, it may well be right beyond. Without memory there is no guess.
+    cdef void* fresh
+    if count == num_right:
+        return
+    if count > guess.capacity:
+        fresh = PyMem_Realloc(guess.ids, count * sizeof(block_id_t))
+        if fresh == NULL:
+            forget(guess)
+            return
+        guess.ids = <block_id_t*>fresh
+        guess.capacity = count
+    memcpy(guess.ids + num_right, ids + num_right, (count - num_right) * sizeof(block_id_t))
+    guess.count = count
+    guess.start = digests[0]
+
+
+cdef inline bint holds_alone(
+    const Core* core, block_id_t id, space_t space, const uint8_t* digest, uint32_t width
+) noexcept:
+    # With any other flag the key is shared, or the table does not know it.
+    return (core.blocks.keys[id].space & ~<space_t>NO_TOKENS_FLAG) == space and same_digest(
+        blocks.digest_slot(&core.blocks, id), digest, width
+    )
+
+
+cdef inline void prefetch_block(const Core* core, block_id_t id) noexcept:
+    prefetch(&core.blocks.keys[id])
+    prefetch(blocks.digest_slot(&core.blocks, id))
+
+
+cdef inline size_t confirm(
+    const Guess* guess, const Core* core, const uint8_t* digests, size_t row_bytes,
+    size_t count, space_t space, block_id_t* found,
+) noexcept:
+    # Rows from the left for which the guess is right; `found` gets their blocks.
+    cdef uint32_t width = core.spaces[space].width
+    cdef size_t row, stop = min(count, guess.count)
+    if stop == 0 or guess.start != digests[0]:
+        # Another prompt's: no block is read for it.
+        return 0
+    for row in range(min(stop, <size_t>AHEAD)):
+        prefetch_block(core, guess.ids[row])
+    for row in range(stop):
+        if row + AHEAD < stop:
+            prefetch_block(core, guess.ids[row + AHEAD])
+        if not holds_alone(core, guess.ids[row], space, digests + row * row_bytes, width):
+            return row
+        found[row] = guess.ids[row]
+    return stop

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The run of the last lookup is only a guess: answers are those of a cache that never looked."""
+
+import random
+
+import pytest
+
+from cpool import BlockPool, hash_tokens
+from cpool.prefix import FullAttention, Mamba, PrefixCache
+
+UNIT = 4
+NUM_BLOCKS = 40
+
+
+@pytest.fixture
+def pool():
+    return BlockPool(NUM_BLOCKS, True, UNIT)
+
+
+def hashes_of(num_blocks, seed=0):
+    return hash_tokens([seed * 1000 + i for i in range(num_blocks * UNIT)], UNIT)[:]
+
+
+def ids_of(cache, hashes):
+    return [ids.tolist() for ids in cache.lookup(hashes).block_ids]
+
+
+def test_a_block_that_lost_its_key_is_not_found_again(pool):
+    cache, hashes = PrefixCache(pool, [FullAttention(UNIT)]), hashes_of(6)
+    pool.cache_full_ids(range(1, 7), hashes, 0, UNIT)
+    assert ids_of(cache, hashes) == [[1, 2, 3, 4, 5, 6]]
+    pool.evict_ids([4])  # its digest is still in its slot
+    assert ids_of(cache, hashes) == [[1, 2, 3]]
+    pool.evict_ids([1])
+    assert ids_of(cache, hashes) == [[]]
+
+
+def test_a_block_that_took_another_key_is_not_found_under_the_old_one(pool):
+    cache, hashes, others = PrefixCache(pool, [FullAttention(UNIT)]), hashes_of(4), hashes_of(4, 1)
+    pool.cache_full_ids([1, 2, 3, 4], hashes, 0, UNIT)
+    assert ids_of(cache, hashes) == [[1, 2, 3, 4]]
+    pool.evict_ids([2])
+    pool.cache_full_ids([2], others[:1], 0, UNIT)
+    assert ids_of(cache, hashes) == [[1]]
+    pool.cache_full_ids([9], hashes[1:2], 0, UNIT)
+    assert ids_of(cache, hashes) == [[1, 9, 3, 4]]
+    assert ids_of(cache, others) == [[2]]
+
+
+def test_a_digest_of_another_group_does_not_count(pool):
+    cache, hashes = PrefixCache(pool, [FullAttention(UNIT)]), hashes_of(3)
+    pool.cache_full_ids([1, 2, 3], hashes, 0, UNIT)
+    assert ids_of(cache, hashes) == [[1, 2, 3]]
+    pool.evict_ids([2])
+    pool.cache_full_ids([2], hashes[1:2], 7, UNIT)
+    assert ids_of(cache, hashes) == [[1]]
+
+
+def test_of_several_copies_the_first_one_is_found_whatever_was_found_before(pool):
+    cache, hashes = PrefixCache(pool, [FullAttention(UNIT)]), hashes_of(3)
+    pool.cache_full_ids([1, 2, 3], hashes, 0, UNIT)
+    assert ids_of(cache, hashes) == [[1, 2, 3]]
+    pool.cache_full_ids([12], hashes[1:2], 0, UNIT)
+    assert ids_of(cache, hashes) == [[1, 2, 3]]
+    pool.evict_ids([2])
+    assert ids_of(cache, hashes) == [[1, 12, 3]]
+    pool.cache_full_ids([2], hashes[1:2], 0, UNIT)
+    assert ids_of(cache, hashes) == [[1, 12, 3]]
+
+
+def test_a_key_assigned_by_hand_is_unknown_to_the_table(pool):
+    cache, hashes = PrefixCache(pool, [FullAttention(UNIT)]), hashes_of(2)
+    pool.cache_full_ids([1, 2], hashes, 0, UNIT)
+    assert ids_of(cache, hashes) == [[1, 2]]
+    key = pool.blocks[2].block_hash
+    pool.evict_ids([2])
+    pool.blocks[2]._block_hash = key
+    assert ids_of(cache, hashes) == [[1]]
+
+
+def test_nothing_is_found_after_a_reset(pool):
+    cache, hashes = PrefixCache(pool, [FullAttention(UNIT)]), hashes_of(3)
+    pool.cache_full_ids([1, 2, 3], hashes, 0, UNIT)
+    assert ids_of(cache, hashes) == [[1, 2, 3]]
+    assert pool.reset_prefix_cache()
+    assert ids_of(cache, hashes) == [[]]
+    pool.cache_full_ids([5], hashes[:1], 0, UNIT)
+    assert ids_of(cache, hashes) == [[5]]
+
+
+def test_a_shorter_and_a_longer_lookup_follow_each_other(pool):
+    cache, hashes = PrefixCache(pool, [FullAttention(UNIT)]), hashes_of(39)
+    pool.cache_full_ids(range(39, 0, -1), hashes, 0, UNIT)
+    expected = list(range(39, 0, -1))
+    for length in (2, 39, 0, 1, 20, 39, 38):
+        assert ids_of(cache, hashes[:length]) == [expected[:length]]
+
+
+@pytest.mark.parametrize("groups", [
+    [FullAttention(UNIT)],
+    [FullAttention(UNIT), FullAttention(UNIT)],
+    [FullAttention(2 * UNIT), Mamba(2 * UNIT)],
+])
+def test_every_lookup_is_that_of_a_cache_without_a_past(groups):
+    rng = random.Random(len(groups))
+    shared = [hashes_of(14, seed) for seed in range(2)]
+    # Prompts with a common beginning, and one apart.
+    prompts = [shared[0], shared[0][:6] + shared[1][6:], shared[1]]
+    pool = BlockPool(NUM_BLOCKS, True, UNIT)
+    cache = PrefixCache(pool, groups)
+    hits = 0
+    for _ in range(3000):
+        block = rng.randrange(1, NUM_BLOCKS)
+        hashes = rng.choice(prompts)
+        row = rng.randrange(len(hashes))
+        if rng.random() < 0.2:
+            pool.evict_ids([block])
+        elif pool.blocks[block].block_hash is None:
+            pool.cache_partial_id(
+                block, hashes[row], (row + 1) * UNIT, rng.randrange(len(groups))
+            )
+        hashes = rng.choice(prompts)
+        limit = rng.choice((len(hashes), row)) * UNIT
+        found = cache.lookup(hashes, limit)
+        fresh = PrefixCache(pool, groups).lookup(hashes, limit)
+        assert found.num_tokens == fresh.num_tokens
+        assert [ids.tolist() for ids in found.block_ids] == [
+            ids.tolist() for ids in fresh.block_ids
+        ]
+        hits += found.num_tokens > UNIT
+    assert hits > 50
