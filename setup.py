@@ -40,6 +40,7 @@ EXTENSIONS = [
     "cpool.hashing.block_hashes",
     "cpool.prefix.cache",
     "cpool.vllm.request",
+    "cpool.vllm.tails",
 ]
 
 directives = {

@@ -146,11 +146,17 @@ def look_up(find_missing):
         if find_missing:
             chosen = make_hashes(50_000, rng.random())
 
+        # As vLLM's managers do, keep the blocks and drop the list around each of them: with
+        # all those lists alive half of the time would be the garbage collector's.
         def run(chosen=chosen, get=pool.get_cached_block):
-            return [get(block_hash, [0]) for block_hash in chosen]
+            found = []
+            for block_hash in chosen:
+                if hit := get(block_hash, [0]):
+                    found += hit
+            return found
 
         nanoseconds, found = timed(run)
-        yield [nanoseconds], len(chosen), [hit and hit[0].block_id for hit in found]
+        yield [nanoseconds], len(chosen), ids_of(found)
 
 
 case("hit", "get_cached_block, hit, random")(lambda: look_up(False))
@@ -200,6 +206,41 @@ def partial():
     while True:
         nanoseconds, decided = timed(run)
         yield [nanoseconds], 1, [key.hex() for key in decided]
+
+
+@case("tails", "FullAttentionManager.cache_blocks again, 900 running requests")
+def tails():
+    """As above, the way that vLLM takes in each step of decoding."""
+    import torch
+    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    spec = FullAttentionSpec(
+        block_size=50 * BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32
+    )
+    manager = FullAttentionManager(
+        spec, make_pool(), enable_caching=True, kv_cache_group_id=0,
+        scheduler_block_size=50 * BLOCK_SIZE,
+    )  # fmt: skip
+    rng, hasher = random.Random(6), request_hasher()
+    num_tokens = 38 * BLOCK_SIZE + 1
+    requests = [
+        make_request(str(i), [rng.randrange(128_000) for _ in range(num_tokens)], hasher)
+        for i in range(900)
+    ]
+    for request in requests:
+        manager.allocate_new_blocks(request.request_id, num_tokens, num_tokens)
+    settle()
+
+    def run(cache=manager.cache_blocks):
+        for request in requests:
+            cache(request, num_tokens, retention_interval=None, replay_boundaries=())
+
+    run()
+    while True:
+        nanoseconds, _ = timed(run)
+        held = [manager.req_to_blocks[request.request_id][0] for request in requests]
+        yield [nanoseconds], 1, [(block.block_id, block.block_hash.hex()) for block in held]
 
 
 def collect_garbage(num_blocks):

@@ -371,6 +371,21 @@ class ModelPool:
         if self.store_partial(make_key(block_hash, group), block_id, num_tokens, replace):
             self.emit_loosely([block_hash], self.hash_block_size, group)
 
+    def cache_partial_ids(
+        self,
+        ids: Sequence[int],
+        hashes: Sequence[bytes],
+        num_tokens: Sequence[int],
+        group: int,
+    ) -> None:
+        self.check_ids(ids)
+        if len(ids) != len(hashes):
+            raise ValueRefusal(f"{len(ids)} ids, {len(hashes)} hashes")
+        for tokens in num_tokens:
+            self.check_num_tokens(tokens)
+        for block_id, block_hash, tokens in zip(ids, hashes, num_tokens, strict=True):
+            self.cache_partial_id(block_id, block_hash, tokens, group)
+
     def store_partial(self, key: bytes, block_id: int, num_tokens: int, replace: bool) -> bool:
         """True if the key is new on this block, or its contents were replaced."""
         block = self.blocks[block_id]

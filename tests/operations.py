@@ -4,6 +4,10 @@
 A world has few hashes and requests that share prefixes, so that keys collide, blocks
 are promoted and evicted all the time. The same generators serve a seeded driver and
 hypothesis: both are a Picker. Most operations are legal; about one in ten is not.
+
+A large world has ``scale`` times as many hashes, and its batches are as much longer: the
+pool works on many keys at once, and looks ahead along its free queue, only in those. Blocks
+and hashes then come side by side more often than not, as an engine's do.
 """
 
 import random
@@ -17,6 +21,8 @@ HASH_BLOCK_SIZE = 4
 BLOCK_SIZES = (4, 8, 16)
 NUM_GROUPS = 3
 CHAIN_LENGTH = 8
+# Blocks and scale of large worlds: beyond 32 keys in flight, beyond the queue's notes.
+LARGE = ((40, 10), (130, 16), (300, 24))
 
 
 class Picker(Protocol):
@@ -34,7 +40,8 @@ class RandomPicker:
 class World:
     """Hashes of one width and the requests that use them."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, scale: int = 1) -> None:
+        self.scale = scale
         # Alike at one end, alike at the other, all zero, with zeros inside: what a table
         # that compares only a part of a key would mix up.
         middle = bytes(range(1, width - 1))
@@ -42,21 +49,26 @@ class World:
         self.hashes += [b"\xff" + middle + bytes([i]) for i in range(4)]
         self.hashes += [bytes(width), b"\x01" + bytes(width - 1), bytes(width - 1) + b"\x01"]
         self.hashes += [b"\xff" * width]
-        first = self.hashes[:CHAIN_LENGTH]
+        for i in range(len(self.hashes) * (scale - 1)):
+            self.hashes.append(i.to_bytes(2, "big") + middle[1:] + b"\x02")
+        first = self.hashes[: CHAIN_LENGTH * scale]
         self.requests = [
             self.request(first),
-            self.request(first[:3] + self.hashes[7:12], cache_salt="salt", session_id="s1"),
-            self.request(self.hashes[::-1][:CHAIN_LENGTH], lora_request=lora()),
             self.request(
-                self.hashes[2:10],
+                first[: 3 * scale] + self.hashes[7 * scale : 12 * scale],
+                cache_salt="salt",
+                session_id="s1",
+            ),
+            self.request(self.hashes[::-1][: CHAIN_LENGTH * scale], lora_request=lora()),
+            self.request(
+                self.hashes[2 * scale : 10 * scale],
                 mm_features=[image("a", 0, 6), image("b", 6, 3), image("c", 20, 9)],
             ),
-            self.request(first[:2]),
+            self.request(first[: 2 * scale]),
         ]
 
-    @staticmethod
-    def request(hashes: list[bytes], **kwargs: Any) -> Request:
-        tokens = [1000 + i for i in range(CHAIN_LENGTH * HASH_BLOCK_SIZE)]
+    def request(self, hashes: list[bytes], **kwargs: Any) -> Request:
+        tokens = [1000 + i for i in range(CHAIN_LENGTH * self.scale * HASH_BLOCK_SIZE)]
         return Request(list(hashes), tokens, **kwargs)
 
 
@@ -76,16 +88,35 @@ def any_block(pick: Picker, model: reference.ModelPool) -> int:
     return pick.integer(0, len(model.blocks) - 1)
 
 
+def in_a_row(pick: Picker, items: Sequence[Any], num: int) -> list[Any]:
+    """``num`` items, or all: side by side, up, down, or in a few passes over all of them."""
+    start = pick.integer(0, len(items) - 1)
+    step = pick.choice((1, 1, 1, -1, 3, 7))
+    items = [*items[start:], *items[:start]]
+    if step < 0:
+        return items[::-1][:num]
+    return [item for first in range(step) for item in items[first::step]][:num]
+
+
+def some_blocks(pick: Picker, model: reference.ModelPool, world: World) -> list[int]:
+    num = pick.integer(1, 3 * world.scale)
+    if world.scale > 1:
+        return in_a_row(pick, range(len(model.blocks)), num)
+    return [any_block(pick, model) for _ in range(num)]
+
+
 def held_blocks(model: reference.ModelPool) -> list[int]:
     """Held block ids, each as often as it is held."""
     return [i for i, b in enumerate(model.blocks) if i for _ in range(b.ref_cnt)]
 
 
-def some_held(pick: Picker, model: reference.ModelPool) -> list[int]:
+def some_held(pick: Picker, model: reference.ModelPool, world: World) -> list[int]:
     left = held_blocks(model)
-    ids = []
-    for _ in range(min(pick.integer(1, 5), len(left))):
-        ids.append(left.pop(pick.integer(0, len(left) - 1)))
+    num = min(pick.integer(1, 5 * world.scale), len(left))
+    if world.scale > 1:
+        ids = in_a_row(pick, left, num) if left else []
+    else:
+        ids = [left.pop(pick.integer(0, len(left) - 1)) for _ in range(num)]
     if rarely(pick):
         ids.insert(pick.integer(0, len(ids)), any_block(pick, model))
     return ids
@@ -93,17 +124,18 @@ def some_held(pick: Picker, model: reference.ModelPool) -> list[int]:
 
 def get_new(pick: Picker, model: reference.ModelPool, world: World) -> Operation:
     num_free = len(model.free_queue)
-    n = pick.choice([-1, num_free + 1]) if rarely(pick) else pick.integer(0, min(4, num_free))
+    most = min(4 * world.scale, num_free)
+    n = pick.choice([-1, num_free + 1]) if rarely(pick) else pick.integer(0, most)
     return Operation("get_new_blocks", (n,), bool(pick.integer(0, 1)))
 
 
 def touch(pick: Picker, model: reference.ModelPool, world: World) -> Operation:
-    ids = [any_block(pick, model) for _ in range(pick.integer(1, 3))]
+    ids = some_blocks(pick, model, world)
     return Operation("touch", (ids,), bool(pick.integer(0, 1)))
 
 
 def free(pick: Picker, model: reference.ModelPool, world: World) -> Operation:
-    return Operation("free_blocks", (some_held(pick, model),), bool(pick.integer(0, 1)))
+    return Operation("free_blocks", (some_held(pick, model, world),), bool(pick.integer(0, 1)))
 
 
 def free_all(pick: Picker, model: reference.ModelPool, world: World) -> Operation:
@@ -111,11 +143,11 @@ def free_all(pick: Picker, model: reference.ModelPool, world: World) -> Operatio
 
 
 def unpin(pick: Picker, model: reference.ModelPool, world: World) -> Operation:
-    return Operation("unpin_blocks", (some_held(pick, model),), False)
+    return Operation("unpin_blocks", (some_held(pick, model, world),), False)
 
 
 def evict(pick: Picker, model: reference.ModelPool, world: World) -> Operation:
-    ids = [any_block(pick, model) for _ in range(pick.integer(1, 3))]
+    ids = some_blocks(pick, model, world)
     if rarely(pick):
         ids.append(len(model.blocks))
     return Operation("evict_blocks", (ids,), bool(pick.integer(0, 1)))
@@ -126,9 +158,9 @@ def reset(pick: Picker, model: reference.ModelPool, world: World) -> Operation:
 
 
 def promotable(
-    pick: Picker, model: reference.ModelPool, index: int, block_size: int, taken: list[int]
-) -> int:
-    """A block that may become full block ``index``: held if possible."""
+    model: reference.ModelPool, index: int, block_size: int, taken: Sequence[int] = ()
+) -> list[int]:
+    """Blocks that may become full block ``index``: held ones if there are any."""
     tokens = (index + 1) * block_size
     fitting = [
         i
@@ -136,18 +168,29 @@ def promotable(
         if i not in taken and (not block.keys or (block.num_tokens or tokens) < tokens)
     ]
     held = [i for i in fitting if model.blocks[i].ref_cnt > 0]
-    return pick.choice(held or fitting or [reference.NULL_BLOCK])
+    return held or fitting or [reference.NULL_BLOCK]
 
 
 def full_ids(
-    pick: Picker, model: reference.ModelPool, first: int, last: int, block_size: int
+    pick: Picker,
+    model: reference.ModelPool,
+    world: World,
+    first: int,
+    last: int,
+    block_size: int,
 ) -> list[int]:
-    ids: list[int] = []
+    num = max(last - first, 0)
+    if world.scale > 1:
+        ids = in_a_row(pick, promotable(model, first, block_size), num)
+        ids += [reference.NULL_BLOCK] * (num - len(ids))
+        if num and rarely(pick):
+            ids[pick.integer(0, num - 1)] = any_block(pick, model)
+        return ids
+    ids = []
     for index in range(first, last):
         wild = rarely(pick)
-        ids.append(
-            any_block(pick, model) if wild else promotable(pick, model, index, block_size, ids)
-        )
+        fitting = [] if wild else promotable(model, index, block_size, ids)
+        ids.append(any_block(pick, model) if wild else pick.choice(fitting))
     return ids
 
 
@@ -156,24 +199,35 @@ def cache_full(pick: Picker, model: reference.ModelPool, world: World) -> Operat
     block_size = pick.choice(BLOCK_SIZES)
     num_boundaries = len(request.block_hashes) * HASH_BLOCK_SIZE // block_size
     num_cached = pick.integer(0, max(num_boundaries - 1, 0))
-    num_full = min(num_cached + pick.integer(0, 3), num_boundaries + rarely(pick))
-    ids = [any_block(pick, model) for _ in range(num_cached)]
-    ids += full_ids(pick, model, num_cached, num_full, block_size)
+    num_full = min(num_cached + pick.integer(0, 3 * world.scale), num_boundaries + rarely(pick))
+    if world.scale > 1:
+        ids = [reference.NULL_BLOCK] * num_cached
+    else:
+        ids = [any_block(pick, model) for _ in range(num_cached)]
+    ids += full_ids(pick, model, world, num_cached, num_full, block_size)
     ids += [any_block(pick, model) for _ in range(pick.integer(0, 1))]
     mask = None
     if pick.integer(0, 3) == 0:
-        mask = [bool(pick.integer(0, 1)) for _ in range(max(num_full - num_cached, 0))]
+        num = max(num_full - num_cached, 0)
+        every = pick.integer(1, 8) if world.scale > 1 else 0
+        mask = [i % every > 0 if every else bool(pick.integer(0, 1)) for i in range(num)]
     group = pick.integer(0, NUM_GROUPS - 1)
     args = (request, ids, num_cached, num_full, block_size, group, mask)
     return Operation("cache_full_blocks", args, False)
 
 
+def some_hashes(pick: Picker, world: World, num: int) -> list[bytes]:
+    if world.scale > 1:
+        return in_a_row(pick, world.hashes, num)
+    return [pick.choice(world.hashes) for _ in range(num)]
+
+
 def cache_full_ids(pick: Picker, model: reference.ModelPool, world: World) -> Operation:
     block_size = pick.choice(BLOCK_SIZES)
     first = pick.integer(0, 3)
-    num = pick.integer(0, 3)
-    ids = full_ids(pick, model, first, first + num, block_size)
-    hashes = [pick.choice(world.hashes) for _ in range(num + (num > 0 and rarely(pick)))]
+    num = pick.integer(0, 3 * world.scale)
+    ids = full_ids(pick, model, world, first, first + num, block_size)
+    hashes = some_hashes(pick, world, num + (num > 0 and rarely(pick)))
     group = pick.integer(0, NUM_GROUPS - 1)
     return Operation("cache_full_ids", (ids, hashes, group, block_size, first), True)
 
@@ -196,11 +250,27 @@ def cache_partial(pick: Picker, model: reference.ModelPool, world: World) -> Ope
 
 
 def cache_partial_id(pick: Picker, model: reference.ModelPool, world: World) -> Operation:
-    num_tokens = pick.integer(1, CHAIN_LENGTH) * HASH_BLOCK_SIZE - rarely(pick)
+    num_tokens = pick.integer(1, CHAIN_LENGTH * world.scale) * HASH_BLOCK_SIZE - rarely(pick)
     group = pick.integer(0, NUM_GROUPS - 1)
     block_hash = pick.choice(world.hashes)
     args = (likely_held(pick, model), block_hash, num_tokens, group, rarely(pick))
     return Operation("cache_partial_id", args, True)
+
+
+def cache_partial_ids(pick: Picker, model: reference.ModelPool, world: World) -> Operation:
+    num = pick.integer(0, 3 * world.scale)
+    if world.scale > 1:
+        blocks = sorted(set(held_blocks(model))) or range(len(model.blocks))
+        ids = in_a_row(pick, blocks, num)
+    else:
+        ids = [likely_held(pick, model) for _ in range(num)]
+    hashes = some_hashes(pick, world, len(ids) + (num > 0 and rarely(pick)))
+    # Short enough to become extra keys; whole blocks' keys and others, some of a kind in a row.
+    first = pick.integer(1, CHAIN_LENGTH) * HASH_BLOCK_SIZE - rarely(pick)
+    alike = pick.integer(1, 24)
+    num_tokens = [first + i // alike * HASH_BLOCK_SIZE for i in range(len(ids))]
+    args = (ids, hashes, num_tokens, pick.integer(0, NUM_GROUPS - 1))
+    return Operation("cache_partial_ids", args, True)
 
 
 def insert(pick: Picker, model: reference.ModelPool, world: World) -> Operation:
@@ -250,6 +320,7 @@ CACHING_WEIGHTS: dict[Generator, int] = {
     maybe_evict: 1,
     move: 5,
     emit_cached: 2,
+    cache_partial_ids: 6,
 }
 # Without caching an engine registers nothing.
 UNCACHED_WEIGHTS: dict[Generator, int] = {

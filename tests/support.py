@@ -143,6 +143,9 @@ class IdCalls:
     def cache_partial_id(self, *args: Any) -> None:
         self.pool.cache_partial_id(*args)
 
+    def cache_partial_ids(self, *args: Any) -> None:
+        self.pool.cache_partial_ids(*args)
+
     def move_block_hashes(self, src: int, dst: int) -> None:
         self.pool.move_ids(src, dst)
 

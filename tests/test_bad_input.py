@@ -357,6 +357,22 @@ def test_a_block_size_that_is_no_multiple_of_the_hash_block_size(
             call()
 
 
+def test_numbers_of_blocks_whose_tokens_would_wrap_around_are_refused(pool: Any) -> None:
+    """2**33 blocks of 2**31 tokens would be none, counted in 64 bits."""
+
+    class Endless:
+        def __len__(self) -> int:
+            return 1 << 40
+
+        def __getitem__(self, index: Any) -> Any:
+            return [block] if isinstance(index, slice) else bytes(32)
+
+    block = pool.blocks[HELD_PLAIN]
+    request = Request(Endless())
+    with pytest.raises(cpool.ContractError, match="num_cached_blocks is 8589934591"):
+        pool.cache_full_blocks(request, Endless(), (1 << 33) - 1, 1 << 33, 1 << 31, 0)
+
+
 @pytest.mark.parametrize("first_block", [-1, 1 << 40, 1 << 62, 1 << 70])
 def test_a_position_whose_tokens_cannot_be_counted(pool: Any, first_block: int) -> None:
     with pytest.raises((ValueError, OverflowError)):

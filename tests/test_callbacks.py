@@ -101,6 +101,38 @@ def test_a_reset_whose_hook_raises_has_still_forgotten_all_keys() -> None:
     pool.check_consistency()
 
 
+@pytest.mark.parametrize("truthful", [False, True])
+def test_consumers_hear_of_a_reset_whose_hook_raises(truthful: bool) -> None:
+    pool = cpool.BlockPool(
+        6, True, 4, True, Hooks("reset", raise_at(None)), truthful_events=truthful
+    )
+    pool.cache_full_ids([1, 2], make_request(2).block_hashes, 0, 4)
+    pool.take_events()
+    with pytest.raises(RuntimeError, match="from the hook"):
+        pool.reset_prefix_cache()
+    assert [type(event).__name__ for event in pool.take_events()] == ["AllBlocksCleared"]
+
+
+def test_consumers_hear_of_a_key_that_survives_a_reset() -> None:
+    """A watcher registers it and holds a view of the key columns, so they cannot go."""
+    pool = cpool.BlockPool(6, True, 4, True, truthful_events=True)
+    hashes, views = make_request(2).block_hashes, []
+
+    def register(block: Any) -> None:
+        pool.cache_full_ids([3], hashes[1:], 0, 4)
+        views.append(pool.key_num_tokens)
+
+    pool.cache_full_ids([2], hashes[:1], 0, 4)
+    pool.unpin_blocks(pool.get_new_blocks(1), register)
+    pool.take_events()
+    with pytest.raises(BufferError, match="1 numpy views"):
+        pool.reset_prefix_cache()
+    assert pool.find_ids(hashes, 0).tolist() == [-1, 3]
+    cleared, stored = pool.take_events()
+    assert type(cleared).__name__ == "AllBlocksCleared"
+    assert stored.block_hashes == [int.from_bytes(hashes[1][-8:], "big")]
+
+
 def test_a_watcher_that_raises_at_the_reset_reaches_the_caller() -> None:
     pool = cached_pool()
     pool.unpin_blocks(pool.get_new_blocks(2), raise_at(None))

@@ -239,6 +239,33 @@ def test_the_queue_can_be_walked_from_either_end(pool: Any) -> None:
     assert queue.num_free_blocks == 3
 
 
+@pytest.mark.parametrize("method", ["append_n", "prepend_n"])
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (lambda pool: pool.null_block, "the null block is never"),
+        (lambda pool: pool.blocks[4], "block 4 is already in"),
+        (lambda pool: pool.blocks[2], "block 2 at position 2 is named twice"),
+        (lambda pool: cpool.BlockPool(3, True, 4).blocks[1], "another pool|not a block of this"),
+    ],
+)
+def test_the_queue_takes_all_of_a_batch_or_nothing(
+    pool: Any, method: str, bad: Any, message: str
+) -> None:
+    queue = pool.free_block_queue
+    blocks = queue.popleft_n(2)
+    with pytest.raises(cpool.ContractError, match=message):
+        getattr(queue, method)([*blocks[::-1], bad(pool)])
+    assert pool.free_queue_ids().tolist() == [3, 4, 5]
+    getattr(queue, method)(blocks)
+    expected = [3, 4, 5, 1, 2] if method == "append_n" else [1, 2, 3, 4, 5]
+    assert pool.free_queue_ids().tolist() == expected
+    assert queue.popleft_n(0) == queue.popleft_n(-1) == []
+    with pytest.raises(AssertionError, match="6 blocks asked for, 5 are free"):
+        queue.popleft_n(6)
+    pool.check_consistency()
+
+
 def test_the_queue_is_iterated_after_a_cursor(pool: Any) -> None:
     queue = pool.free_block_queue
     assert [b.block_id for b in queue.iter_blocks_after(None)] == [1, 2, 3, 4, 5]

@@ -57,8 +57,16 @@ def note_reuse(log: list[Any], call: int, block_id: int) -> None:
 class Pair:
     """A pool and its model, in step."""
 
-    def __init__(self, num_blocks: int, width: int, caching: bool, events: bool, collect: bool):
-        self.world = operations.World(width)
+    def __init__(
+        self,
+        num_blocks: int,
+        width: int,
+        caching: bool,
+        events: bool,
+        collect: bool,
+        scale: int = 1,
+    ) -> None:
+        self.world = operations.World(width, scale)
         self.generators = operations.generators(caching)
         self.collectors = [Collector(), Collector()] if collect else [None, None]
         shape = (num_blocks, caching, operations.HASH_BLOCK_SIZE, events)
@@ -184,15 +192,17 @@ TestPoolAndModelAgree = machine(60)
 TestPoolAndModelAgreeForLong = pytest.mark.slow(machine(600))
 
 
-def run(seed: int, num_steps: int, compare_every: int = 1) -> set[str]:
+def run(seed: int, num_steps: int, compare_every: int = 1, large: bool = False) -> set[str]:
     """A seeded run; the operations that it reached.
 
     Answers are compared at each step. A comparison of everything takes as long as eight
     operations, and what once went wrong is still wrong some steps later.
     """
     rng = random.Random(seed)
+    num_blocks, scale = rng.choice(operations.LARGE) if large else (rng.randint(1, 10), 1)
     pair = Pair(
-        num_blocks=rng.randint(1, 10),
+        num_blocks=num_blocks,
+        scale=scale,
         width=rng.choice([8, 16, 32]),
         caching=rng.random() < 0.9,
         events=rng.random() < 0.7,
@@ -206,7 +216,7 @@ def run(seed: int, num_steps: int, compare_every: int = 1) -> set[str]:
             if step % compare_every == 0 or step == num_steps:
                 pair.compare()
     except BaseException as error:
-        error.add_note(f"CPOOL_TEST_SEED={seed} repeats it; at {pair.last}")
+        error.add_note(f"CPOOL_TEST_SEED={seed} repeats it{'; large' * large}; at {pair.last}")
         raise
     return seen
 
@@ -228,12 +238,18 @@ def test_random_runs_agree() -> None:
         run(seed, 200)
 
 
+def test_random_runs_in_large_worlds_agree() -> None:
+    base = first_seed()
+    for seed in range(base, base + 6):
+        run(seed, 120, compare_every=12, large=True)
+
+
 def test_runs_reach_every_operation_and_refusal() -> None:
     seen = set().union(*(run(seed, 200) for seed in range(30)))
     methods = {
         "get_new_blocks", "touch", "free_blocks", "unpin_blocks", "evict_blocks",
         "reset_prefix_cache", "cache_full_blocks", "cache_full_ids", "cache_partial_block",
-        "cache_partial_id", "insert", "maybe_evict", "move_block_hashes",
+        "cache_partial_id", "cache_partial_ids", "insert", "maybe_evict", "move_block_hashes",
         "emit_cached_block_events",
     }  # fmt: skip
     never_refused = {"touch", "reset_prefix_cache", "maybe_evict"}

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import cpool
+from cpool.events import types
 
 from .support import dump, event_fields, image, lora, make_request
 
@@ -75,6 +76,23 @@ OPERATIONS: dict[str, Callable[[Any], Any]] = {
     "an extra key": lambda pool: pool.cache_partial_block(CHAIN, pool.blocks[5], 4, 1, 16),
     "a longer key": lambda pool: pool.cache_partial_block(CHAIN, pool.blocks[5], 16, 1, 16),
     "cache_partial_id": lambda pool: pool.cache_partial_id(7, CHAIN.block_hashes[0], 4, 2),
+    "cache_partial_ids": lambda pool: pool.cache_partial_ids(
+        [5, 7, 8, 5, 6],
+        CHAIN.block_hashes[3:8],
+        [16, 4, 8, 20, 8],
+        1,
+        parent_hashes=[None, CHAIN.block_hashes[2], None, None, None],
+        token_ids=[range(16), [1, 2, 3, 4], None, [5], [6]],
+    ),
+    "insert into the map": lambda pool: pool.cached_block_hash_to_block.insert(
+        bytes(36), pool.blocks[7]
+    ),
+    "insert an assigned key": lambda pool: pool.cached_block_hash_to_block.insert(
+        bytes(36), pool.blocks[8]
+    ),
+    "pop from the map": lambda pool: pool.cached_block_hash_to_block.pop(
+        pool.blocks[1].block_hash, 1
+    ),
     "_insert_block_hash": lambda pool: pool._insert_block_hash(bytes(36), pool.blocks[7], None),
     "a wider key": lambda pool: pool._insert_block_hash(WIDE, pool.blocks[7], 4),
     "_maybe_evict_cached_block": lambda pool: pool._maybe_evict_cached_block(pool.blocks[5]),
@@ -104,7 +122,13 @@ def all_free(pool: Any) -> Any:
     return pool
 
 
+def with_an_assigned_key(pool: Any) -> Any:
+    pool.blocks[8].set_block_hash(bytes(36), 8)
+    return pool
+
+
 PREPARED: dict[str, Callable[[Any], Any]] = {
+    "insert an assigned key": with_an_assigned_key,
     "evicting allocation": evicting,
     "reset_prefix_cache": all_free,
 }
@@ -176,6 +200,90 @@ def test_a_refused_allocation_changes_nothing(name: str, mode: str) -> None:
     assert num_failures > 0 or name in CANNOT_FAIL or (name, mode) in CANNOT_FAIL_WHEN
 
 
+def test_the_answer_is_made_before_the_eviction() -> None:
+    """A number beyond those that Python has ready."""
+    number = num_successes = num_failures = 0
+    while num_successes < ENOUGH_SUCCESSES:
+        pool = cpool.BlockPool(400, True, 4)
+        ids = pool.get_new_block_ids(300)
+        pool.cache_full_ids(ids, make_request(300).block_hashes, 0, 4)
+        before, answer = dump(pool), 0
+        gc.disable()
+        testcapi.set_nomemory(number, number + 1)
+        try:
+            answer = pool.evict_ids(ids)
+            num_successes += 1
+        except NO_MEMORY:
+            num_successes = 0
+            num_failures += 1
+        finally:
+            testcapi.remove_mem_hooks()
+            gc.enable()
+        if num_successes:
+            assert answer == 300
+            assert pool.num_registrations == 0
+        else:
+            assert dump(pool) == before
+        number += 1
+    assert num_failures > 0
+
+
+class Hooks:
+    """A metrics collector that does nothing."""
+
+    def ignore(self, block: Any = None) -> None:
+        pass
+
+    on_block_allocated = on_block_accessed = on_block_evicted = reset = ignore
+
+
+OBSERVED = ("get_new_blocks", "get_new_block_ids", "touch_ids", "evict_ids", "evicting allocation")
+
+
+@pytest.mark.parametrize("name", [*OBSERVED, "reset_prefix_cache"])
+def test_with_hooks_a_refused_allocation_leaves_the_pool_sound(name: str) -> None:
+    """Hooks run code of the caller's, which may fail at any block: what was told stays done."""
+
+    def watch(pool: Any) -> Any:
+        pool.metrics_collector = Hooks()
+        pool.unpin_blocks(pool.get_new_blocks(2), Hooks.ignore)
+        return PREPARED.get(name, lambda pool: pool)(pool)
+
+    def free_and_held(pool: Any) -> int:
+        held = sum(block.ref_cnt > 0 for block in list(pool.blocks)[1:])
+        return pool.get_num_free_blocks() + held
+
+    number = num_successes = num_failures = 0
+    while num_successes < ENOUGH_SUCCESSES:
+        pool = watch(make_pool("truthful events"))
+        pool.take_events()
+        told = {(h, e.group_idx) for e in pool.snapshot_events().events for h in e.block_hashes}
+        gc.disable()
+        testcapi.set_nomemory(number, number + 1)
+        try:
+            OPERATIONS[name](pool)
+            num_successes += 1
+        except NO_MEMORY:
+            num_successes = 0
+            num_failures += 1
+        finally:
+            testcapi.remove_mem_hooks()
+            gc.enable()
+        pool.check_consistency()
+        assert free_and_held(pool) == 13
+        for event in pool.take_events():
+            if isinstance(event, types.BlockStored):
+                told |= {(h, event.group_idx) for h in event.block_hashes}
+            elif isinstance(event, types.BlockRemoved):
+                told -= {(h, event.group_idx) for h in event.block_hashes}
+            else:
+                told.clear()
+        now = {(h, e.group_idx) for e in pool.snapshot_events().events for h in e.block_hashes}
+        assert told == now, f"allocation {number}"
+        number += 1
+    assert num_failures > 0
+
+
 def refuse_each(call: Callable[[], Any], check: Callable[[], Any]) -> int:
     """Call with one allocation refused after the other; ``check`` after each failure.
 
@@ -216,7 +324,7 @@ def open_descriptors() -> int:
 @SURVIVES_GENERATORS
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files in /proc")
 def test_a_save_without_memory_leaves_the_old_file(tmp_path: Path) -> None:
-    pool, path = make_pool("events"), tmp_path / "pool"
+    pool, path = make_pool("detailed snapshots"), tmp_path / "pool"
     pool.save(path)
     content, before, num_open = path.read_bytes(), dump(pool), open_descriptors()
 
@@ -233,7 +341,7 @@ def test_a_save_without_memory_leaves_the_old_file(tmp_path: Path) -> None:
 @SURVIVES_GENERATORS
 def test_a_load_without_memory_makes_no_pool(tmp_path: Path) -> None:
     path = tmp_path / "pool"
-    pool = make_pool("events")
+    pool = make_pool("detailed snapshots")
     pool.save(path)
     loaded: list[Any] = []
     assert refuse_each(lambda: loaded.append(cpool.BlockPool.load(path)), lambda: None) > 20

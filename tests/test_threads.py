@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Under the GIL each call is atomic, but for the callbacks in it."""
 
+import ctypes
+import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -154,8 +156,52 @@ def test_an_array_that_another_thread_writes_is_checked_and_used_as_one() -> Non
     assert pool.ref_cnts[1:4].tolist() == [num_done] * 3 or num_done == 0
 
 
-def test_the_extensions_do_not_claim_to_run_without_the_gil() -> None:
-    """A free-threaded interpreter must switch its lock back on."""
+def test_the_gil_is_on_once_cpool_is_imported() -> None:
+    """A free-threaded interpreter has switched it back on."""
     if not hasattr(sys, "_is_gil_enabled"):
         pytest.skip("this Python has no free-threaded build")
     assert sys._is_gil_enabled()
+
+
+class Slot(ctypes.Structure):
+    """PyModuleDef_Slot."""
+
+    _fields_ = (("slot", ctypes.c_int), ("value", ctypes.c_void_p))
+
+
+class ModuleDef(ctypes.Structure):
+    """PyModuleDef, up to its slots."""
+
+    _fields_ = (
+        ("object", ctypes.c_char * object.__basicsize__),
+        ("m_init", ctypes.c_void_p),
+        ("m_index", ctypes.c_ssize_t),
+        ("m_copy", ctypes.c_void_p),
+        ("m_name", ctypes.c_char_p),
+        ("m_doc", ctypes.c_char_p),
+        ("m_size", ctypes.c_ssize_t),
+        ("m_methods", ctypes.c_void_p),
+        ("m_slots", ctypes.POINTER(Slot)),
+    )
+
+
+PY_MOD_EXEC, PY_MOD_GIL = 2, 4
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["core.pool", "hashing.chain", "hashing.block_hashes", "prefix.cache", "vllm.request"],
+)
+def test_no_extension_declares_that_it_runs_without_the_gil(name: str) -> None:
+    """It is this slot of a module that a free-threaded interpreter reads."""
+    module = importlib.import_module(f"cpool.{name}")
+    init = ctypes.PyDLL(module.__file__)[f"PyInit_{name.split('.')[1]}"]
+    init.restype = ctypes.c_void_p
+    definition = ModuleDef.from_address(init())
+    slots = {}
+    for slot in definition.m_slots:
+        if slot.slot == 0:
+            break
+        slots[slot.slot] = slot.value
+    assert PY_MOD_EXEC in slots
+    assert not slots.get(PY_MOD_GIL)

@@ -1,8 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
 # Handles: what vLLM-named methods take and return instead of block objects.
 
+cdef extern from *:
+    """
+    /* The memory of dead blocks, which new ones get. Handles come and go by the thousand in
+       every step of an engine; made this way they cost no allocator's time, and they don't
+       count as new objects, which would start the garbage collector. */
+    #define CPOOL_MAX_SPARE (1 << 15)
+    static PyObject *cpool_spare_blocks[CPOOL_MAX_SPARE];
+    static size_t cpool_num_spare = 0;
+
+    static PyObject *cpool_new_block(PyTypeObject *type, Py_ssize_t Py_UNUSED(num_items)) {
+        /* Not tracked by the garbage collector yet. */
+        PyObject *block;
+        if (cpool_num_spare) {
+            block = cpool_spare_blocks[--cpool_num_spare];
+            PyObject_Init(block, type);
+        } else {
+            block = PyObject_GC_New(PyObject, type);
+            if (block == NULL) return NULL;
+        }
+        memset(block + 1, 0, (size_t)type->tp_basicsize - sizeof(PyObject));
+        return block;
+    }
+
+    static void cpool_delete_block(void *block) {
+        if (cpool_num_spare < CPOOL_MAX_SPARE)
+            cpool_spare_blocks[cpool_num_spare++] = (PyObject *)block;
+        else
+            PyObject_GC_Del(block);
+    }
+
+    static int cpool_add_spare(PyTypeObject *type) {
+        PyObject *block = PyObject_GC_New(PyObject, type);
+        if (block == NULL) return -1;
+        cpool_spare_blocks[cpool_num_spare++] = block;
+        return 0;
+    }
+
+    static void cpool_reuse_blocks(PyTypeObject *type) {
+        /* Subclasses made in Python have functions of their own there. */
+        type->tp_alloc = cpool_new_block;
+        type->tp_free = cpool_delete_block;
+    }
+    """
+    size_t num_spare "cpool_num_spare"
+    PyObject** spare_blocks "cpool_spare_blocks"
+    int add_spare "cpool_add_spare"(type kind) except -1
+    void reuse_blocks "cpool_reuse_blocks"(type kind) noexcept
+    void PyObject_GC_Track(object block) noexcept
+    bint PyObject_GC_IsTracked(object block) noexcept
+
 cdef class OwnState:
     """What a block without a pool knows of itself."""
+    cdef public object block_id
     cdef public object ref_cnt
     cdef public object block_hash
     cdef public object num_tokens
@@ -12,7 +63,6 @@ cdef class OwnState:
     cdef public object pool
 
 
-@cython.freelist(256)
 cdef class KVCacheBlock:
     """One block of a pool: a view on its columns, or a block of its own.
 
@@ -43,6 +93,7 @@ cdef class KVCacheBlock:
         if self.owner != NULL:
             raise TypeError("a block of a pool cannot be initialised again")
         own = OwnState.__new__(OwnState)
+        own.block_id = block_id
         own.ref_cnt = ref_cnt
         own.block_hash = _block_hash
         own.num_tokens = _block_hash_num_tokens
@@ -50,15 +101,19 @@ cdef class KVCacheBlock:
         own.next_free_block = next_free_block
         own.is_null = is_null
         own.pool = pool
-        self.own_block_id = block_id
-        self.own = own
-
-    def __cinit__(self):
-        self.owner = NULL
+        self.become(own)
 
     def __dealloc__(self):
         if self.owner != NULL:
             (<BlockPool>self.owner).forget_handle(self.index)
+
+    cdef void become(self, object own) noexcept:
+        # A block of its own: it refers to objects, so the collector has to know it. A pool's
+        # handle refers to none.
+        self.owner = NULL
+        self.own = own
+        if not PyObject_GC_IsTracked(self):
+            PyObject_GC_Track(self)
 
     cdef object state(self):
         if self.own is None:
@@ -73,7 +128,7 @@ cdef class KVCacheBlock:
         """Index in the pool; -1 for the ends of a free queue."""
         if self.owner != NULL:
             return -1 if self.is_end() else <object>self.index
-        return self.own_block_id
+        return None if self.own is None else self.state().block_id
 
     @property
     def pool(self):
@@ -213,13 +268,12 @@ cdef class KVCacheBlock:
     cdef int detach(self) except -1:
         # The pool goes: the handle keeps the last values.
         cdef OwnState own = OwnState.__new__(OwnState)
+        own.block_id = self.block_id
         own.ref_cnt = self.ref_cnt
         own.block_hash = self.block_hash
         own.num_tokens = self.block_hash_num_tokens
         own.is_null = self.is_null
-        self.own_block_id = self.block_id
-        self.own = own
-        self.owner = NULL
+        self.become(own)
         return 0
 
     def __eq__(self, other):
@@ -255,6 +309,9 @@ cdef class KVCacheBlock:
             f"prev_free_block={None if before is None else before.block_id}, "
             f"next_free_block={None if after is None else after.block_id})"
         )
+
+
+reuse_blocks(KVCacheBlock)
 
 
 cdef class BlockList:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 from cpool.core cimport batches
+from cpool.core.handle_map cimport HandleMap
 from cpool.core.keys cimport Key, Space
 from cpool.core.memory cimport Array
 from cpool.core.parents cimport Parents
 from cpool.core.registry cimport Core, Holder
 from cpool.core.types cimport (
-    block_id_t, hash_t, int64_t, record_id_t, space_t, uint8_t, uint32_t, uint64_t,
+    block_id_t, hash_t, int64_t, record_id_t, ref_t, space_t, uint8_t, uint32_t, uint64_t,
 )
 from cpython.buffer cimport Py_buffer
 from cpython.object cimport PyObject
@@ -173,21 +174,12 @@ cdef class RegistrationLog:
     cdef int finish(self, object stored) except -1
 
 
-cdef enum:
-    PAGE_HANDLES = 16
-
-
-cdef struct HandlePage:
-    PyObject* handles[PAGE_HANDLES]     # the live handle of each block, borrowed, or NULL
-    uint32_t num_live
-
-
 cdef class KVCacheBlock:
     cdef PyObject* owner            # its BlockPool, borrowed; NULL for a block of its own
     cdef block_id_t index           # in the pool; from num_blocks on: an end of the free queue
-    cdef object own_block_id        # without a pool
     cdef object own                 # OwnState, without a pool
 
+    cdef void become(self, object own) noexcept
     cdef object state(self)
     cdef bint is_end(self) noexcept
     cdef int refuse_links(self) except -1
@@ -196,9 +188,7 @@ cdef class KVCacheBlock:
 
 cdef class _PoolState:
     cdef Core core
-    cdef Array pages_array          # HandlePage* per 16 blocks, from the first handle on
-    cdef HandlePage** pages         # NULL where no handle lives
-    cdef uint32_t num_pages
+    cdef HandleMap handles          # of the blocks and, behind them, the two ends of the queue
     cdef uint32_t num_allocating    # calls whose blocks have left the queue and await callbacks
     cdef uint32_t num_exports       # numpy views of the key columns that are alive
     cdef uint32_t hash_width        # of the first key registered; 0 before it and after a reset
@@ -224,7 +214,11 @@ cdef class _PoolState:
     cdef object __weakref__
 
     cdef KVCacheBlock handle(self, block_id_t id)
-    cdef HandlePage* page_of(self, block_id_t id) except NULL
+    cdef int prepare_handles(self, size_t count) except -1
+    cdef KVCacheBlock new_handle(self, uint32_t place, block_id_t id)
+    cdef int fill_with_handles(
+        self, list result, const block_id_t* ids, size_t start, size_t stop
+    ) except -1
     cdef void forget_handle(self, block_id_t id) noexcept
     cdef list handles_of(self, const block_id_t* ids, size_t count)
     cdef block_id_t own_id(self, object block) except? 0xFFFFFFFF
@@ -241,9 +235,10 @@ cdef class _PoolState:
     cdef bint read_own(self, list items, block_id_t* ids) noexcept
     cdef object hash_sequence(self, object request, uint64_t block_size, Py_ssize_t* scale)
     cdef void note_width(self, uint32_t width) noexcept
-    cdef uint32_t num_page_slots(self) noexcept
     cdef int check_batch_width(self, HashBatch rows) except -1
     cdef uint64_t check_boundary(self, object num_tokens) except? 0
+    cdef void prefetch_key(self, block_id_t id) noexcept
+    cdef bint has_primary_key(self, block_id_t id, bytes digest, uint32_t group) noexcept
     cdef bint holds(self, block_id_t id, bytes digest, uint32_t group) except -1
     cdef bint is_resident(self, object digest, uint32_t group) except -1
 
@@ -297,6 +292,7 @@ cdef class _PoolLookup(_PoolEvents):
     cdef int assign_primary_tokens(self, block_id_t id, object num_tokens) except -1
     cdef int link_primary(self, block_id_t id) except -1
     cdef int insert_key(self, object key, block_id_t id, object num_tokens) except -1
+    cdef void prefetch_answer(self, ref_t ref) noexcept
     cdef object find_rows(self, object hashes, object group, uint32_t multiple_of, bint prefix)
     cdef object registration(self, Holder holder, bint is_primary)
 
@@ -312,6 +308,7 @@ cdef class _PoolAllocation(_PoolLookup):
     cdef IdBuffer buffer_of(self, object blocks)
     cdef int release(self, IdBuffer buffer, bint hashed_last, bint all_last) except -1
     cdef int release_in_turn(self, dict by_pool) except -1
+    cdef object count_known(self, const block_id_t* ids, size_t count)
     cdef int evict_all(self, const block_id_t* ids, size_t count, bint compact) except -1
     cdef size_t evict_quietly(
         self, const block_id_t* ids, size_t count, RemovedRun removed
@@ -334,9 +331,11 @@ cdef class _PoolRegistration(_PoolAllocation):
     cdef void register_logged(
         self, batches.Registrations* rows, size_t first, RegistrationLog log
     ) noexcept
-    cdef int register_partial_id(
-        self, block_id_t id, bytes digest, uint64_t tokens, uint32_t group, bint replace,
-        object parent, object token_ids,
+    cdef tuple partial_row(
+        self, size_t i, bytes digest, uint32_t group, object parent, object token_ids
+    )
+    cdef int register_partial_rows(
+        self, IdBatch batch, TokenBuffer ends, uint32_t width, uint32_t group, list said
     ) except -1
     cdef int register_partial(
         self, block_id_t id, bytes digest, uint64_t tokens, uint32_t group, bint replace,
@@ -347,5 +346,6 @@ cdef class _PoolRegistration(_PoolAllocation):
 
 cdef class BlockPool(_PoolRegistration):
     cdef int forget_keys(self) except -1
+    cdef int finish_reset(self) except -1
     cdef dict settings(self)
     cdef int load_arrays(self, dict settings, dict arrays) except -1

@@ -12,8 +12,8 @@ class would corrupt itself (double free, negative count, foreign id) this one ra
 cimport cython
 cimport numpy
 from cpool.core cimport (
-    batches, check, free_queue, keys, memory, msgpack, parents, registry, reverse_index,
-    shared_keys, table, table_stats,
+    batches, check, free_queue, handle_map, keys, memory, msgpack, parents, registry,
+    reverse_index, shared_keys, table, table_stats,
 )
 from cpool.core.blocks cimport PrimaryKey, digest_slot
 from cpool.core.keys cimport Key, Space, copy_digest, MAX_SPACES
@@ -34,17 +34,20 @@ from cpython.buffer cimport (
 from cpython.bytes cimport (
     PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE,
 )
-from cpython.mem cimport PyMem_Free, PyMem_Malloc, PyMem_RawCalloc, PyMem_RawFree
+from cpython.list cimport PyList_New, PyList_SET_ITEM
+from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from cpython.object cimport PyObject
+from cpython.ref cimport Py_INCREF
 from libc.string cimport memcpy, memset
 
 import logging
 import os
 from collections.abc import Mapping
+from itertools import islice
 
 import numpy as np
 
-from cpool.core import saving
+from cpool.core import saved_details, saving
 from cpool.core.contract import (
     BlockIdError, ContractError, EventSnapshot, Registration, SavedPoolError,
 )
@@ -55,7 +58,6 @@ cdef extern from *:
     long long PyLong_AsLongLongAndOverflow(object number, int* overflow) except? -1
     PyObject* PyList_GET_ITEM(list items, Py_ssize_t index) noexcept
     PyObject* Py_TYPE(PyObject* object) noexcept
-    void PyObject_GC_UnTrack(void* object)
     # Objects made between a check and its commit could start the garbage collector, and then
     # the __del__ of anything could call the pool. So there it is off.
     int PyGC_Disable()
@@ -65,6 +67,8 @@ cdef enum:
     NULL_BLOCK = 0
     MAX_REF_CNT = 0x7FFFFFFF
     STEP = 1024                     # registrations that memory is reserved for at once
+    SMALL_INT = 256                 # up to here Python has its integers already
+    HANDLES_AT_ONCE = 1024          # that memory is prepared for
     FEW = 128                       # block ids for which a call has room of its own
     CHECKED_UP_TO_BLOCKS = 4096     # debug builds check pools of this size after each operation
 
@@ -81,6 +85,7 @@ include "snapshot.pxi"
 include "handles.pxi"
 include "views.pxi"
 include "save.pxi"
+include "save_details.pxi"
 
 
 cdef inline object hash_at(object hashes, Py_ssize_t index):
@@ -225,27 +230,36 @@ cdef class BlockPool(_PoolRegistration):
                 held - 1,
             )
             return False
+        watched = [self.handle(id) for id in list(self._reuse_watchers)]
         self.forget_keys()
         # A consumer learns of the reset at its end: of what watchers do meanwhile nothing
         # survives, so the truthful stream does not mention it.
         self.is_resetting = self.truthful_events
         try:
-            if self._reuse_watchers:
-                self.notify_reuse([self.handle(id) for id in list(self._reuse_watchers)])
+            self.notify_reuse(watched)
         finally:
-            # A watcher may have registered something: nothing of it survives the reset.
             self.is_resetting = False
+            self.finish_reset()
+        self.after()
+        return True
+
+    cdef int finish_reset(self) except -1:
+        # A watcher may have registered something: nothing of it survives the reset, unless it
+        # holds a view of it, too. Whatever is raised here, consumers learn of the reset.
+        try:
             self.forget_keys()
             if self.metrics_collector is not None:
                 self.metrics_collector.reset()
             self.logger.info("Successfully reset prefix cache")
-            if self.enable_kv_cache_events:
-                try:
-                    self.emit(self.types_of_events().AllBlocksCleared(), False)
-                except BaseException as error:
-                    self.lose_events(error)
-        self.after()
-        return True
+        except BaseException:
+            self.events_lost = self.enable_kv_cache_events
+            raise
+        if self.enable_kv_cache_events:
+            try:
+                self.emit(self.types_of_events().AllBlocksCleared(), False)
+            except BaseException as error:
+                self.lose_events(error)
+        return 0
 
     cdef int forget_keys(self) except -1:
         if self.num_exports and self.core.blocks.stride:
@@ -264,16 +278,17 @@ cdef class BlockPool(_PoolRegistration):
         """Write the whole state to a file, under a temporary name that is then renamed.
 
         Held blocks stay held in the file: blocks, keys, counts and the order of eviction are
-        all in it. Not in it are the metrics collector, events that nobody took yet,
-        the details of `detailed_snapshots`, attributes that were assigned, and the table's
-        random words, which each pool draws.
+        all in it, and the details of `detailed_snapshots`. Not in it are the metrics collector,
+        events that nobody took yet, attributes that were assigned, and the table's random
+        words, which each pool draws.
 
         Args:
             path: The file; an old one is replaced when the new one is complete.
 
         Raises:
             ContractError: Blocks wait for their ``on_reuse`` callback, which no file can
-                hold, or counts were written from outside; nothing was written.
+                hold, extra keys of a detail are neither text nor bytes, numbers, lists or
+                tuples, or counts were written from outside; nothing was written.
             OSError: The file cannot be written; an old one is as it was.
         """
         if self._reuse_watchers:
@@ -285,6 +300,7 @@ cdef class BlockPool(_PoolRegistration):
         arrays = arrays_of(&self.core, &self.parents)
         spaces = arrays["spaces"]
         spaces["block_size"] = [self.group_block_sizes.get(group, 0) for group in spaces["group"]]
+        arrays.update(detail_arrays(<BlockPool>self))
         arrays["queue"] = self.free_queue_ids()
         counts = self.ref_cnts.copy()
         np.maximum(counts[1:], 0, out=counts[1:])   # without the queue's notes
@@ -376,9 +392,15 @@ cdef class BlockPool(_PoolRegistration):
                 &self.parents, <const SavedRegistration*>registrations, extras.ids, count,
                 <const uint64_t*>parent_hashes,
             )
-        self.group_block_sizes.update(
-            (int(group), int(size)) for group, _, size in arrays["spaces"].tolist() if size
+        load_details(
+            <BlockPool>self, <const SavedRegistration*>registrations, extras.ids, count, arrays
         )
+        # By column: numpy crashes when it cannot make the tuples of all fields.
+        for group, size in zip(
+            arrays["spaces"]["group"].tolist(), arrays["spaces"]["block_size"].tolist()
+        ):
+            if size:
+                self.group_block_sizes[group] = size
         self.hash_width = settings["hash_width"]
         self.num_evicted_blocks = settings["num_evicted_blocks"]
         self.after()

@@ -246,7 +246,9 @@ cdef class _PoolEvents(_PoolState):
             block_size: Tokens in a block.
             kv_cache_group_id: Group of the blocks.
         """
-        cdef int64_t count = read_count(num_cached_blocks, "num_cached_blocks", 0, 1 << 40)
+        cdef int64_t count = read_count(
+            num_cached_blocks, "num_cached_blocks", 0, MAX_NUM_TOKENS
+        )
         cdef uint64_t size = read_count(block_size, "block_size", 1, MAX_NUM_TOKENS)
         cdef Py_ssize_t scale
         if not self.enable_kv_cache_events or count == 0 or self.truthful_events:

@@ -57,6 +57,7 @@ cdef class _PoolLookup(_PoolEvents):
         cdef keys.Space space
         cdef Holder other
         cdef uint64_t num_keys
+        cdef bytes name
         if not self.core.blocks.keys[id].space & LOOSE_FLAG:
             return 0
         key = registry.key_of(&self.core, registry.primary(id))
@@ -65,11 +66,12 @@ cdef class _PoolLookup(_PoolEvents):
         key = registry.key_of(&self.core, registry.primary(id))
         if registry.find_held_by(&self.core, &key, id, &other):
             return 0
+        name = self.key_bytes(registry.primary(id))
         self.core.blocks.keys[id].space &= ~<space_t>LOOSE_FLAG
         num_keys = self.core.table.num_used
         registry.link(&self.core, registry.primary(id), registry.hash_of(&self.core, &key))
         if self.core.table.num_used != num_keys:
-            self.emit_arrival(self.key_bytes(registry.primary(id)))
+            self.emit_arrival(name)
         return 0
 
     cdef int insert_key(self, object key, block_id_t id, object num_tokens) except -1:
@@ -118,19 +120,51 @@ cdef class _PoolLookup(_PoolEvents):
         """
         cdef Key key
         cdef Holder holder
-        cdef list found = []
+        cdef uint64_t place
         cdef Py_ssize_t width
+        cdef uint32_t group_id
+        cdef list found
         if not isinstance(block_hash, bytes):
             raise TypeError(f"a block hash must be bytes, not {type(block_hash).__name__}")
         width = PyBytes_GET_SIZE(block_hash)
         check_width(width)
         key.digest = <const uint8_t*>PyBytes_AS_STRING(block_hash)
+        if type(kv_cache_group_ids) is list and len(<list>kv_cache_group_ids) == 1:
+            # A miss makes no object. A hit asks for all that the answer takes, and makes the
+            # list meanwhile; only then it reads the digest and the handle.
+            group_id = read_group((<list>kv_cache_group_ids)[0])
+            key.space = registry.find_space(&self.core, group_id, <uint32_t>width)
+            if key.space == 0 or self.core.table.chunks == NULL:
+                return None
+            place = table.seek(&self.core.table, registry.hash_of(&self.core, &key))
+            if place == table.NOWHERE:
+                return None
+            self.prefetch_answer(table.ref_at(&self.core.table, place))
+            found = PyList_New(1)
+            block = None
+            # From the start: a collection for the list may have run anything.
+            key.space = registry.find_space(&self.core, group_id, <uint32_t>width)
+            if registry.find_first(&self.core, &key, &holder):
+                block = self.handle(holder.block)
+            Py_INCREF(block)
+            PyList_SET_ITEM(found, 0, block)
+            return None if block is None else found
+        found = []
         for group in kv_cache_group_ids:
             key.space = registry.find_space(&self.core, read_group(group), <uint32_t>width)
             if not registry.find_first(&self.core, &key, &holder):
                 return None
             found.append(self.handle(holder.block))
         return found
+
+    cdef void prefetch_answer(self, ref_t ref) noexcept:
+        # The digest that a cell stands for, and the handle of its block.
+        cdef uint32_t index = ref & INDEX_MASK
+        batches.prefetch_holder(&self.core, ref)
+        if (ref & ~<ref_t>INDEX_MASK) != <ref_t>SHARED and self.handles.num_places:
+            handle_map.prefetch_home(&self.handles, index)
+        if num_spare:
+            prefetch_write(spare_blocks[num_spare - 1])
 
     cdef object find_rows(self, object hashes, object group, uint32_t multiple_of, bint prefix):
         cdef HashBatch batch = read_hashes(hashes, -1, self.hash_width)

@@ -35,8 +35,12 @@ cdef class _PoolRegistration(_PoolAllocation):
                 range; nothing was changed.
             IndexError: The request has too few hashes; nothing was changed.
         """
-        cdef int64_t first = read_count(num_cached_blocks, "num_cached_blocks", 0, 1 << 40)
-        cdef int64_t last = read_count(num_full_blocks, "num_full_blocks", 0, 1 << 40)
+        cdef int64_t first = read_count(
+            num_cached_blocks, "num_cached_blocks", 0, MAX_NUM_TOKENS
+        )
+        cdef int64_t last = read_count(
+            num_full_blocks, "num_full_blocks", 0, MAX_NUM_TOKENS
+        )
         cdef uint64_t size = read_count(block_size, "block_size", 1, MAX_NUM_TOKENS)
         cdef uint32_t group = read_group(kv_cache_group_id)
         cdef Py_ssize_t scale
@@ -310,6 +314,7 @@ cdef class _PoolRegistration(_PoolAllocation):
         cdef uint32_t group
         if id == NULL_BLOCK:
             return None
+        self.prefetch_key(id)
         size = read_count(block_size, "block_size", 1, MAX_NUM_TOKENS)
         if size % self.hash_block_size:
             raise ContractError(
@@ -327,6 +332,10 @@ cdef class _PoolRegistration(_PoolAllocation):
         digest = hash_at(hashes, boundary - 1)
         if not isinstance(digest, bytes):
             raise TypeError(f"a block hash must be bytes, not {type(digest).__name__}")
+        if not replace_existing_hashes and self.has_primary_key(id, digest, group):
+            return make_key(
+                <const uint8_t*>PyBytes_AS_STRING(digest), <uint32_t>len(digest), group
+            )
         stored = parent = detail = None
         if self.enable_kv_cache_events and (
             replace_existing_hashes or not self.holds(id, digest, group)
@@ -389,8 +398,14 @@ cdef class _PoolRegistration(_PoolAllocation):
             )
         if id == NULL_BLOCK:
             return
-        self.register_partial_id(
-            id, block_hash, tokens, group, replace_existing_hashes, parent_hash, token_ids
+        stored = detail = None
+        if replace_existing_hashes or not self.holds(id, block_hash, group):
+            _, _, _, stored, detail = self.partial_row(
+                0, block_hash, group, parent_hash, token_ids
+            )
+        self.register_partial(
+            id, block_hash, tokens, group, replace_existing_hashes, parent_hash, stored, detail,
+            True,
         )
         self.after()
 
@@ -429,7 +444,6 @@ cdef class _PoolRegistration(_PoolAllocation):
         cdef IdBuffer found = make_buffer(batch.count)
         cdef space_t space
         cdef size_t i, num_new = 0
-        cdef bint is_changed = False
         self.check_batch_width(rows)
         parents_of = check_length(parent_hashes, batch.count, "parent_hashes")
         tokens_of = check_length(token_ids, batch.count, "token_ids")
@@ -448,30 +462,56 @@ cdef class _PoolRegistration(_PoolAllocation):
             num_new += batch.ids[i] != NULL_BLOCK and found.ids[i] != batch.ids[i]
         if num_new:
             copy_ids(batch)     # what follows may run the caller's code
-            # A new key can take others of its block away, so the rows behind it are asked anew.
-            registry.reserve(&self.core, group, rows.width, batch.count, batch.count)
+            # All that rows may say is made before the first of them is registered. A new key can
+            # take others of its block away: also from a row behind it that was held.
+            said = []
+            changed = set()
             for i in range(batch.count):
-                is_changed = is_changed or found.ids[i] != batch.ids[i]
-                if batch.ids[i] != NULL_BLOCK and is_changed:
-                    self.register_partial_id(
-                        batch.ids[i], rows.row(i), ends.values[i], group, False,
-                        parents_of[i] if parents_of is not None else None,
-                        tokens_of[i] if tokens_of is not None else None,
-                    )
+                if batch.ids[i] == NULL_BLOCK:
+                    continue
+                if batch.ids[i] not in changed:
+                    if found.ids[i] == batch.ids[i] or self.holds(
+                        batch.ids[i], rows.row(i), group
+                    ):
+                        continue
+                    changed.add(batch.ids[i])
+                said.append(self.partial_row(
+                    i, rows.row(i), group,
+                    parents_of[i] if parents_of is not None else None,
+                    tokens_of[i] if tokens_of is not None else None,
+                ))
+            self.register_partial_rows(batch, ends, rows.width, group, said)
         self.after()
 
-    cdef int register_partial_id(
-        self, block_id_t id, bytes digest, uint64_t tokens, uint32_t group, bint replace,
-        object parent, object token_ids,
-    ) except -1:
+    cdef tuple partial_row(
+        self, size_t i, bytes digest, uint32_t group, object parent, object token_ids
+    ):
         stored = detail = None
-        if self.enable_kv_cache_events and (replace or not self.holds(id, digest, group)):
+        if self.enable_kv_cache_events:
             stored = self.partial_run(digest, parent, token_ids, group)
             if self.detailed_snapshots and token_ids is not None:
                 detail = make_detail(copy_tokens(token_ids, 0, None), len(token_ids))
-        return self.register_partial(
-            id, digest, tokens, group, replace, parent, stored, detail, True
-        )
+        return i, digest, parent, stored, detail
+
+    cdef int register_partial_rows(
+        self, IdBatch batch, TokenBuffer ends, uint32_t width, uint32_t group, list said
+    ) except -1:
+        # `said` is of partial_row(). Once the first is registered, only events can fail.
+        cdef size_t i
+        cdef size_t count = len(said)
+        cdef bint collects = PyGC_Disable()     # a __del__ could use up what is reserved
+        try:
+            registry.reserve(&self.core, group, width, count, count)
+            self.reserve_parents()
+            for i, digest, parent, stored, detail in said:
+                self.register_partial(
+                    batch.ids[i], digest, ends.values[i], group, False, parent, stored, detail,
+                    True,
+                )
+        finally:
+            if collects:
+                PyGC_Enable()
+        return 0
 
     cdef int register_partial(
         self, block_id_t id, bytes digest, uint64_t tokens, uint32_t group, bint replace,
@@ -503,7 +543,11 @@ cdef class _PoolRegistration(_PoolAllocation):
             )
             self.reserve_parents()
             if drops:
-                removed = self.log_for(&id, 1)
+                try:
+                    removed = self.log_for(&id, 1)
+                except MemoryError as error:
+                    # Rows before this one may be registered: all that fails now are events.
+                    self.lose_events(error)
         finally:
             if collects:
                 PyGC_Enable()

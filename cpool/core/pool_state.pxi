@@ -8,83 +8,93 @@ cdef class _PoolState:
         self._reuse_watchers = {}
 
     def __dealloc__(self):
-        cdef uint32_t i, j
-        cdef HandlePage* page
+        cdef uint32_t i
         cdef bint collects = PyGC_Disable()
-        for i in range(self.num_page_slots()):
-            page = self.pages[i]
-            if page == NULL:
-                continue
-            for j in range(PAGE_HANDLES):
-                if page.handles[j] != NULL:
-                    (<KVCacheBlock>page.handles[j]).detach()
-            PyMem_RawFree(page)
+        for i in range(self.handles.num_places):
+            if self.handles.handles[i] != NULL:
+                (<KVCacheBlock>self.handles.handles[i]).detach()
         if collects:
             PyGC_Enable()
-        memory.release(&self.pages_array)
+        handle_map.release(&self.handles)
         parents.release(&self.parents)
         registry.release(&self.core)
 
-    cdef uint32_t num_page_slots(self) noexcept:
-        # Behind the blocks come the two ends of the free queue.
-        return 0 if self.pages == NULL else (self.core.blocks.num_blocks + 1) // PAGE_HANDLES + 1
-
-    cdef HandlePage* page_of(self, block_id_t id) except NULL:
-        if self.pages == NULL:
-            if self.core.blocks.num_blocks == 0:
-                raise ContractError("the pool was never initialised")
-            memory.allocate(
-                &self.pages_array, (self.core.blocks.num_blocks + 1) // PAGE_HANDLES + 1,
-                sizeof(HandlePage*),
-            )
-            self.pages = <HandlePage**>self.pages_array.data
-        if self.pages[id // PAGE_HANDLES] == NULL:
-            if not memory.refuses_allocation():
-                self.pages[id // PAGE_HANDLES] = <HandlePage*>PyMem_RawCalloc(
-                    1, sizeof(HandlePage)
-                )
-            if self.pages[id // PAGE_HANDLES] == NULL:
-                raise MemoryError(f"cannot allocate {sizeof(HandlePage)} bytes")
-            self.num_pages += 1
-        return self.pages[id // PAGE_HANDLES]
-
     cdef KVCacheBlock handle(self, block_id_t id):
-        cdef HandlePage* page = NULL
-        cdef PyObject** place
-        cdef KVCacheBlock block
-        if self.pages != NULL:
-            page = self.pages[id // PAGE_HANDLES]
-            if page != NULL and page.handles[id % PAGE_HANDLES] != NULL:
-                return <KVCacheBlock>page.handles[id % PAGE_HANDLES]
-        block = KVCacheBlock.__new__(KVCacheBlock)
-        # Only now: a collection for the new object may have freed the page.
-        page = self.page_of(id)
-        place = &page.handles[id % PAGE_HANDLES]
-        if place[0] != NULL:
-            return <KVCacheBlock>place[0]   # or a __del__ asked for the same block
-        # A pool's handle refers to no object, so the collector need not look at it.
-        PyObject_GC_UnTrack(<void*>block)
+        cdef PyObject* found = handle_map.find(&self.handles, id)
+        if found != NULL:
+            return <KVCacheBlock>found
+        self.prepare_handles(1)
+        return self.new_handle(handle_map.place_of(&self.handles, id), id)
+
+    cdef int prepare_handles(self, size_t count) except -1:
+        # Afterwards that many handles can be made, at most HANDLES_AT_ONCE, and none will fail
+        # or run code of anybody's.
+        cdef bint collects
+        if self.core.blocks.num_blocks == 0:
+            raise ContractError("the pool was never initialised")
+        self.handles.num_ids = self.core.blocks.num_blocks + 2
+        handle_map.reserve(&self.handles, count)
+        if num_spare < count:
+            # A collection could run a __del__ that asks for the same handles.
+            collects = PyGC_Disable()
+            try:
+                while num_spare < count:
+                    add_spare(KVCacheBlock)
+            finally:
+                if collects:
+                    PyGC_Enable()
+        return 0
+
+    cdef KVCacheBlock new_handle(self, uint32_t place, block_id_t id):
+        # After prepare_handles(), of a block that has none.
+        cdef KVCacheBlock block = KVCacheBlock.__new__(KVCacheBlock)
         block.owner = <PyObject*>self
         block.index = id
-        place[0] = <PyObject*>block
-        page.num_live += 1
+        handle_map.put(&self.handles, place, id, <PyObject*>block)
         return block
 
     cdef void forget_handle(self, block_id_t id) noexcept:
-        cdef HandlePage* page = self.pages[id // PAGE_HANDLES]
-        page.handles[id % PAGE_HANDLES] = NULL
-        page.num_live -= 1
-        if page.num_live == 0:
-            self.pages[id // PAGE_HANDLES] = NULL
-            self.num_pages -= 1
-            PyMem_RawFree(page)
+        handle_map.remove(&self.handles, id)
 
     cdef list handles_of(self, const block_id_t* ids, size_t count):
-        cdef list result = [None] * count
-        cdef size_t i
-        for i in range(count):
-            result[i] = self.handle(ids[i])
+        cdef list result = PyList_New(count)
+        cdef size_t start = 0, stop
+        while start < count:
+            stop = min(count, start + HANDLES_AT_ONCE)
+            self.prepare_handles(stop - start)
+            self.fill_with_handles(result, ids, start, stop)
+            start = stop
         return result
+
+    cdef int fill_with_handles(
+        self, list result, const block_id_t* ids, size_t start, size_t stop
+    ) except -1:
+        # Items from `start` on, in the stages of batches.pxd: places in the map, handles there
+        # or memory for new ones, and then the handles themselves.
+        cdef size_t i, asked = start, seen = start
+        cdef uint32_t place
+        cdef PyObject* found
+        cdef KVCacheBlock block
+        for i in range(start, stop):
+            while asked < min(stop, i + 2 * batches.IN_FLIGHT):
+                handle_map.prefetch_home(&self.handles, ids[asked])
+                asked += 1
+            while seen < min(stop, i + batches.IN_FLIGHT):
+                found = handle_map.at_home(&self.handles, ids[seen])
+                seen += 1
+                if found != NULL:
+                    prefetch_write(found)
+                elif num_spare > seen - i:
+                    prefetch_write(spare_blocks[num_spare - (seen - i)])
+            place = handle_map.place_of(&self.handles, ids[i])
+            found = self.handles.handles[place]
+            if found != NULL:
+                block = <KVCacheBlock>found
+            else:
+                block = self.new_handle(place, ids[i])
+            Py_INCREF(block)
+            PyList_SET_ITEM(result, i, block)
+        return 0
 
     cdef block_id_t own_id(self, object block) except? 0xFFFFFFFF:
         if type(block) is not KVCacheBlock:
@@ -290,6 +300,29 @@ cdef class _PoolState:
             )
         return tokens
 
+    cdef void prefetch_key(self, block_id_t id) noexcept:
+        # For has_primary_key(), as soon as the block is known.
+        if self.core.blocks.keys != NULL:
+            prefetch(&self.core.blocks.keys[id])
+            prefetch(digest_slot(&self.core.blocks, id))
+
+    cdef bint has_primary_key(self, block_id_t id, bytes digest, uint32_t group) noexcept:
+        # Whether that is the block's primary key, and no other block's. False may be a lie: it
+        # is the answer for whatever takes more than one look.
+        cdef space_t space
+        cdef uint32_t width = <uint32_t>PyBytes_GET_SIZE(digest)
+        if not registry.has_primary(&self.core, id):
+            return False
+        space = self.core.blocks.keys[id].space & (SPACE_MASK | SHARED_FLAG)
+        return space < self.core.num_spaces and (
+            self.core.spaces[space].group == group
+            and self.core.spaces[space].width == width
+            and keys.same_digest(
+                digest_slot(&self.core.blocks, id),
+                <const uint8_t*>PyBytes_AS_STRING(digest), width,
+            )
+        )
+
     cdef bint holds(self, block_id_t id, bytes digest, uint32_t group) except -1:
         # Whether that is the block's primary key or the table maps it to the block.
         cdef Key key, own
@@ -322,7 +355,7 @@ cdef class _PoolState:
         """Bytes of all arrays, as asked of the allocator."""
         return (
             registry.nbytes(&self.core) + parents.nbytes(&self.parents)
-            + self.pages_array.nbytes + self.num_pages * sizeof(HandlePage)
+            + self.handles.array.nbytes
         )
 
     def __sizeof__(self):

@@ -512,6 +512,13 @@ cdef inline void drop_primary(Core* core, block_id_t block) noexcept:
     core.blocks.keys[block].num_tokens = 0
 
 
+cdef inline bint is_known(const Core* core, block_id_t block) noexcept:
+    # Whether the table has a key of the block.
+    return reverse_index.first(&core.index, block) != NO_RECORD or (
+        has_primary(core, block) and not core.blocks.keys[block].space & LOOSE_FLAG
+    )
+
+
 cdef inline uint32_t drop_keys(Core* core, block_id_t block) noexcept:
     # All keys of a block leave, the primary one first. Returns how many the table knew.
     cdef uint64_t before = core.num_registrations

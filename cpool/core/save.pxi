@@ -12,6 +12,7 @@
 #     parents         uint64 per registration as parents.pxd keeps them; none with events off
 #     copies          for each key of several blocks: how many, then as many numbers of
 #                     registrations, in the order in which look-ups prefer them
+#     details, tokens, texts      see save_details.pxi
 #
 # The seed of the table's hash is not written: each pool draws its own.
 

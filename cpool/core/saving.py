@@ -26,7 +26,7 @@ import numpy as np
 from cpool.core.contract import SavedPoolError
 
 MAGIC = b"\x89cpool\r\n"
-VERSION = 1
+VERSION = 2
 PREFIX = struct.Struct("<8sIII")
 ALIGNMENT = 64
 MAX_DESCRIPTION_BYTES = 1 << 20
@@ -43,7 +43,12 @@ ARRAYS: dict[str, Any] = {
     "digests": np.dtype("u1"),
     "parents": np.dtype("<u8"),
     "copies": np.dtype("<u4"),
+    "details": np.dtype([("number", "<u4"), ("row", "<u4")]),
+    "tokens": np.dtype("u1"),
+    "texts": np.dtype("u1"),
 }
+# What files of an older version have not; they are read as empty.
+MISSING: dict[int, tuple[str, ...]] = {1: ("details", "tokens", "texts"), 2: ()}
 # Name -> type of the settings, and the largest where it is a number.
 SETTINGS: dict[str, tuple[type, int]] = {
     "num_gpu_blocks": (int, (1 << 32) - 1),
@@ -135,8 +140,10 @@ def read_file(file: Any, num_bytes: int) -> tuple[dict[str, Any], dict[str, Any]
     if len(prefix) < PREFIX.size:
         raise SavedPoolError(f"the file ends after {num_bytes} bytes, in its header")
     _, version, description_bytes, checksum = PREFIX.unpack(prefix)
-    if version != VERSION:
-        raise SavedPoolError(f"the file has version {version}; this cpool reads {VERSION}")
+    if version not in MISSING:
+        raise SavedPoolError(
+            f"the file has version {version}; this cpool reads {min(MISSING)} to {VERSION}"
+        )
     if description_bytes > MAX_DESCRIPTION_BYTES:
         raise SavedPoolError(f"a description of {description_bytes} bytes is damaged")
     description = file.read(description_bytes)
@@ -144,23 +151,27 @@ def read_file(file: Any, num_bytes: int) -> tuple[dict[str, Any], dict[str, Any]
         raise SavedPoolError(f"the file ends after {num_bytes} bytes, in its header")
     if zlib.crc32(description) != checksum:
         raise SavedPoolError("the description is damaged: its checksum differs")
-    settings, table = parse(description)
+    settings, table = parse(description, MISSING[version])
     expected = padded(PREFIX.size + description_bytes) + sum(
         padded(rows * columns * ARRAYS[name].itemsize) for name, (rows, columns, _) in table.items()
     )
     if num_bytes != expected:
         raise SavedPoolError(f"the file has {num_bytes} bytes; it should have {expected}")
     skip_padding(file, PREFIX.size + description_bytes)
-    return settings, {name: read_array(file, name, *table[name]) for name in ARRAYS}
+    arrays = {name: read_array(file, name, *table[name]) for name in table}
+    arrays.update((name, np.empty(0, ARRAYS[name])) for name in MISSING[version])
+    return settings, arrays
 
 
-def parse(description: bytes) -> tuple[dict[str, Any], dict[str, list[int]]]:
+def parse(
+    description: bytes, missing: tuple[str, ...]
+) -> tuple[dict[str, Any], dict[str, list[int]]]:
     """Settings and the table of arrays, with everything as it must be."""
     try:
         parsed = json.loads(description)
         settings, table = parsed["settings"], parsed["arrays"]
         settings = {name: settings[name] for name in SETTINGS}
-        table = {name: table[name] for name in ARRAYS}
+        table = {name: table[name] for name in ARRAYS if name not in missing}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise SavedPoolError(f"the description cannot be read: {error}") from None
     for name, (kind, largest) in SETTINGS.items():

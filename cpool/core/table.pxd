@@ -21,6 +21,7 @@
 from cpool.core cimport memory
 from cpool.core.memory cimport Array
 from cpool.core.types cimport hash_t, ref_t, uint8_t, uint32_t, uint64_t
+from libc.string cimport memset
 
 cdef extern from * nogil:
     """
@@ -69,6 +70,7 @@ cdef enum:
     NOWHERE = 0xFFFFFFFFFFFFFFFF    # no cell has the hash
     FILLED = 64                     # per cent of the cells that a new table expects to use
     MAX_FILLED = 85                 # beyond, many chunks are full, and searches grow long
+    ALL_CELLS = 0xFF                # a bit for each cell of a chunk
     MANY = 255                      # keys passed a chunk: no longer counted, up or down
 
 
@@ -98,9 +100,14 @@ cdef inline uint32_t empty_cells(const Chunk* chunk) noexcept:
     return equal_words(chunk.refs, 0)
 
 
+cdef inline uint32_t used_cells(const Chunk* chunk) noexcept:
+    # Bit i: cell i is used.
+    return empty_cells(chunk) ^ ALL_CELLS
+
+
 cdef inline uint32_t matches(const Chunk* chunk, hash_t hash) noexcept:
     # Bit i: cell i is used and has the hash.
-    return equal_words(chunk.hashes, hash) & ~empty_cells(chunk)
+    return equal_words(chunk.hashes, hash) & used_cells(chunk)
 
 
 cdef inline void prefetch(const Table* table, hash_t hash) noexcept:
@@ -194,24 +201,48 @@ cdef inline void remove_at(Table* table, uint64_t place) noexcept:
         chunk = next_chunk(table, chunk)
 
 
+cdef inline void take_over(Table* table, Table* old) noexcept:
+    # All keys of `old`, which is left without any, into an empty table. First those that find
+    # room at home, where `passed` counts the cells that are used: words that were just written
+    # one by one are slow to be read eight at once. Then those that have to pass.
+    cdef uint64_t i, chunk
+    cdef uint32_t cell, used
+    cdef hash_t hash
+    for i in range(old.num_chunks):
+        used = used_cells(&old.chunks[i])
+        while used:
+            cell = lowest_bit(used)
+            used &= used - 1
+            hash = old.chunks[i].hashes[cell]
+            chunk = home(table, hash)
+            if table.passed[chunk] < CHUNK_CELLS:
+                table.chunks[chunk].hashes[table.passed[chunk]] = hash
+                table.chunks[chunk].refs[table.passed[chunk]] = old.chunks[i].refs[cell]
+                table.passed[chunk] += 1
+                table.num_used += 1
+                old.chunks[i].refs[cell] = 0
+    memset(table.passed, 0, table.num_chunks)
+    for i in range(old.num_chunks):
+        used = used_cells(&old.chunks[i])
+        while used:
+            cell = lowest_bit(used)
+            used &= used - 1
+            insert(table, old.chunks[i].hashes[cell], old.chunks[i].refs[cell])
+
+
 cdef inline uint64_t max_used(const Table* table) noexcept:
     return num_cells(table) * MAX_FILLED // 100
 
 
 cdef inline int resize(Table* table, uint64_t wanted_cells) except -1:
     cdef Table fresh
-    cdef uint64_t i
-    cdef uint32_t cell
     fresh.num_chunks = wanted_cells // CHUNK_CELLS + 1
     fresh.num_used = 0
     memory.allocate(&fresh.array, fresh.num_chunks, sizeof(Chunk) + 1)
     # Nothing below can fail.
     fresh.chunks = <Chunk*>fresh.array.data
     fresh.passed = <uint8_t*>&fresh.chunks[fresh.num_chunks]
-    for i in range(table.num_chunks):
-        for cell in range(CHUNK_CELLS):
-            if table.chunks[i].refs[cell]:
-                insert(&fresh, table.chunks[i].hashes[cell], table.chunks[i].refs[cell])
+    take_over(&fresh, table)
     memory.release(&table.array)
     table[0] = fresh
     return 0

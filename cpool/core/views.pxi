@@ -32,6 +32,52 @@ class PoolFreeQueue(FreeKVCacheBlockQueue):
             raise RuntimeError(f"remove() called on an invalid block: {block}")
         free_queue.remove(&pool.core.queue, id)
 
+    def popleft_n(self, n):
+        """Take the first ``n`` free blocks. Raises AssertionError when there are fewer."""
+        cdef BlockPool pool = self._pool
+        if n > pool.core.queue.num_free:
+            raise AssertionError(f"{n} blocks asked for, {pool.core.queue.num_free} are free")
+        blocks = list(islice(self.iter_blocks_after(None), max(n, 0)))
+        for block in blocks:
+            free_queue.remove(&pool.core.queue, (<KVCacheBlock>block).index)
+        return blocks
+
+    def append_n(self, blocks):
+        """Put blocks at the end, in the given order.
+
+        Raises:
+            ContractError: A block is free already, the null block, named twice or not this
+                pool's; nothing was changed.
+        """
+        cdef BlockPool pool = self._pool
+        self._insert_all(pool.core.blocks.states[pool.core.queue.end].prev, blocks)
+
+    def prepend_n(self, blocks):
+        """As `append_n`, at the front."""
+        cdef BlockPool pool = self._pool
+        self._insert_all(pool.core.queue.end, blocks)
+
+    def _insert_all(self, block_id_t place, blocks):
+        cdef BlockPool pool = self._pool
+        cdef IdBuffer buffer = pool.buffer_of(blocks)
+        cdef size_t i
+        seen = set()
+        for i in range(buffer.count):
+            self._refuse_insertion(buffer.ids[i])
+            if buffer.ids[i] in seen:
+                raise ContractError(f"block {buffer.ids[i]} at position {i} is named twice")
+            seen.add(buffer.ids[i])
+        for i in range(buffer.count):
+            free_queue.insert_after(&pool.core.queue, place, buffer.ids[i])
+            place = buffer.ids[i]
+
+    def _refuse_insertion(self, block_id_t id):
+        cdef BlockPool pool = self._pool
+        if id == NULL_BLOCK:
+            raise ContractError("the null block is never in the free queue")
+        if free_queue.contains(&pool.core.queue, id):
+            raise ContractError(f"block {id} is already in the free queue")
+
     def _insert_after(self, place, block):
         cdef BlockPool pool = self._pool
         cdef block_id_t id = pool.own_id(block)
@@ -40,10 +86,7 @@ class PoolFreeQueue(FreeKVCacheBlockQueue):
             &pool.core.queue, min(before.index, pool.core.queue.end)
         ):
             raise ContractError(f"block {before.block_id} is not in this free queue")
-        if id == NULL_BLOCK:
-            raise ContractError("the null block is never in the free queue")
-        if free_queue.contains(&pool.core.queue, id):
-            raise ContractError(f"block {id} is already in the free queue")
+        self._refuse_insertion(id)
         free_queue.insert_after(
             &pool.core.queue, min(before.index, pool.core.blocks.num_blocks), id
         )

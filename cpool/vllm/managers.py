@@ -18,6 +18,7 @@ import cpool
 from cpool.core.pool import block_ids, count_evictable
 from cpool.vllm.contract import code_digest
 from cpool.vllm.guests import GuestMixin
+from cpool.vllm.tails import cache_blocks_method
 
 # A miss is mostly early; a long run is looked up in ever larger pieces.
 FIRST_PIECE = 16
@@ -125,6 +126,24 @@ def full_attention_hit(stock: Callable[..., Any]) -> Callable[..., Any]:
     return find_longest_cache_hit
 
 
+# What FullAttentionManager.cache_blocks calls. The tail of a prompt has kept its last token
+# since 0.32.
+KNOWN_BASES = ("9814a759d3280d45", "7eed9b866f27b2b9")  # 0.30; 0.31 and 0.32
+KNOWN_TAILS = {"9f4fae170330a7bc": False, "b0c2b5d9c852339a": True}  # 0.30 and 0.31; 0.32
+
+
+def repeated_caching(stock: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Returns FullAttentionManager.cache_blocks, which first asks if it has been done before."""
+    from vllm.v1.core import single_type_kv_cache_manager as managers
+
+    base = managers.SingleTypeKVCacheManager.cache_blocks
+    tail = managers.FullAttentionManager._cache_partial_tail_block
+    keeps_last_token = KNOWN_TAILS.get(code_digest(tail))
+    if code_digest(base) not in KNOWN_BASES or keeps_last_token is None:
+        return None
+    return cache_blocks_method(managers.FullAttentionManager, stock, keeps_last_token)
+
+
 def evictable_blocks(stock: Callable[..., Any]) -> Callable[..., Any]:
     def _get_num_evictable_blocks(cls: type, blocks: Sequence[Any]) -> int:
         return count_evictable(blocks)
@@ -147,7 +166,7 @@ def ids_of_groups(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # Module, class, method, digest of its code in the releases it was written after, and what
-# makes ours of stock's.
+# makes ours of stock's, or None where what that calls is not known.
 METHODS = (
     (
         "vllm.v1.core.single_type_kv_cache_manager",
@@ -155,6 +174,13 @@ METHODS = (
         "find_longest_cache_hit",
         "3c1702087661af16",  # 0.30 to 0.32
         full_attention_hit,
+    ),
+    (
+        "vllm.v1.core.single_type_kv_cache_manager",
+        "FullAttentionManager",
+        "cache_blocks",
+        "a912780a75aa26b7",  # 0.30 to 0.32
+        repeated_caching,
     ),
     (
         "vllm.v1.core.single_type_kv_cache_manager",
@@ -183,6 +209,8 @@ def replace_methods() -> list[tuple[type, str, Any]]:
         if function is None or code_digest(function) != known_digest:
             continue
         ours = make(function)
+        if ours is None:
+            continue
         setattr(owner, name, classmethod(ours) if isinstance(stock, classmethod) else ours)
         replaced.append((owner, name, stock))
     return replaced

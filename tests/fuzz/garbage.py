@@ -52,7 +52,10 @@ def read_file(data: bytes, path: str) -> None:
 
 
 def read_arrays(data: bytes, path: str) -> None:
-    """Eight bytes of settings and lengths, then the arrays one behind the other."""
+    """Eight bytes of settings and lengths, then the arrays one behind the other.
+
+    The last one, the text of the details, is what is left.
+    """
     header, rest = data[:8].ljust(8, b"\0"), data[8:]
     width = header[1] % 34
     rows = header[2] % 32
@@ -64,6 +67,9 @@ def read_arrays(data: bytes, path: str) -> None:
         "digests": rows,
         "parents": rows if header[5] & 2 else 0,
         "copies": header[6] % 24,
+        "details": rows if header[5] & 4 else 0,
+        "tokens": 8 * (header[5] & 4),
+        "texts": 0,
     }
     arrays = {}
     for name, num in num_rows.items():
@@ -72,11 +78,14 @@ def read_arrays(data: bytes, path: str) -> None:
         raw = np.frombuffer(rest[:num_bytes].ljust(num_bytes, b"\0"), np.uint8)
         rest = rest[num_bytes:]
         arrays[name] = raw.reshape(num, width) if name == "digests" else raw.view(dtype)
+    if header[5] & 4:
+        arrays["texts"] = np.frombuffer(rest, np.uint8)
     settings = {
         **SETTINGS,
         "num_gpu_blocks": num_rows["ref_cnts"],
         "hash_block_size": 4,
         "enable_kv_cache_events": bool(header[5] & 1),
+        "detailed_snapshots": bool(header[5] & 4) and not header[5] & 8,
         "hash_width": header[7],
         "num_evicted_blocks": 0,
     }
@@ -87,7 +96,7 @@ def read_arrays(data: bytes, path: str) -> None:
         return
     pool.check_consistency()
     if header[5] & 1:
-        list(pool.snapshot_events().events)
+        assert len(list(pool.snapshot_events().events)) <= pool.num_cached_keys
     pool.save(path)
     assert cpool.BlockPool.load(path).num_registrations == pool.num_registrations
     pool.evict_ids(range(pool.num_gpu_blocks))

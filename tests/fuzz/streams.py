@@ -4,14 +4,19 @@
 The first five bytes choose the pool, each operation then reads as many bytes as it has
 choices to make. The stream ends where the bytes do. Pool and model run in step and are
 compared, so the model is the oracle; a debug build checks every invariant as well.
+
+One first byte in four chooses a large world, see tests/operations.py.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
+from .. import operations
 from ..test_model import Pair
 
 WIDTHS = (32, 16, 8, 20)
+MAX_SMALL = 12  # Blocks.
+FIRST_LARGE = 192  # First bytes from here on.
 COMPARE_EVERY = 8  # Operations; a full comparison takes longer than eight operations.
 
 
@@ -38,14 +43,24 @@ class BytesPicker:
         return items[self.integer(0, len(items) - 1)]
 
 
+def pool_size(pick: BytesPicker) -> tuple[int, int]:
+    """Blocks and scale."""
+    drawn = pick.integer(0, 255)
+    if drawn < FIRST_LARGE:
+        return 1 + drawn % MAX_SMALL, 1
+    return operations.LARGE[drawn % len(operations.LARGE)]
+
+
 def run(data: bytes) -> int:
     """Run a stream; how many operations it had. Raises AssertionError on a difference."""
     pick = BytesPicker(data)
     num_operations = 0
     pair = None
     try:
+        num_blocks, scale = pool_size(pick)
         pair = Pair(
-            num_blocks=pick.integer(1, 12),
+            num_blocks=num_blocks,
+            scale=scale,
             width=pick.choice(WIDTHS),
             caching=pick.integer(0, 7) > 0,
             events=bool(pick.integer(0, 1)),

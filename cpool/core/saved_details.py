@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `detailed_snapshots` keeps, as arrays of a saved pool.
+
+    tokens      uint8: the token ids of each detail, one after the other
+    texts       uint8: JSON, for each detail a list of
+                    dtype and number of its token ids; tokens in a block;
+                    lora_id, lora_name, session_id;
+                    [block of the registration, its extra keys], where it has some
+
+JSON has no tuples and no bytes, which extra keys may hold: ``{"tuple": [...]}`` and
+``{"bytes": "hex"}`` stand for them.
+"""
+
+import json
+from numbers import Integral
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cpool.core.contract import ContractError, SavedPoolError
+
+TOKEN_DTYPES = ("|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8")
+MAX_BYTES = (1 << 32) - 1  # Of each array.
+
+
+class Detail(NamedTuple):
+    """What the events of one registration carried beside hashes."""
+
+    token_ids: Any
+    size: int
+    lora_id: int | None
+    lora_name: str | None
+    session_id: str | None
+    extra_keys: dict[int, Any]
+
+
+def encode(value: Any) -> Any:
+    """A value as JSON knows it.
+
+    Raises:
+        ContractError: It is of another kind.
+    """
+    if value is None or isinstance(value, bool | str | float):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, bytes):
+        return {"bytes": value.hex()}
+    if isinstance(value, list):
+        return [encode(item) for item in value]
+    if isinstance(value, tuple):
+        return {"tuple": [encode(item) for item in value]}
+    raise ContractError(
+        f"the details of a block hold a {type(value).__name__}, which cannot be saved"
+    )
+
+
+def decode(value: Any) -> Any:
+    """What ``encode`` was given. Raises ValueError if it can have been nothing."""
+    if isinstance(value, list):
+        return [decode(item) for item in value]
+    if isinstance(value, dict):
+        if len(value) == 1 and isinstance(value.get("tuple"), list):
+            return tuple([decode(item) for item in value["tuple"]])
+        if len(value) == 1 and isinstance(value.get("bytes"), str):
+            return bytes.fromhex(value["bytes"])
+        raise ValueError(f"{sorted(value)} names no kind of value")
+    return value
+
+
+def pack(details: list[Detail]) -> dict[str, Any]:
+    """The arrays that hold some details.
+
+    Raises:
+        ContractError: A detail is of a kind that no file can hold, or they are too large.
+    """
+    rows, tokens = [], []
+    for detail in details:
+        ids = np.ascontiguousarray(detail.token_ids)
+        ids = ids.astype(ids.dtype.newbyteorder("<"), copy=False)
+        if ids.ndim != 1 or ids.dtype.str not in TOKEN_DTYPES:
+            raise ContractError(
+                f"token ids of {ids.ndim} dimensions and dtype {ids.dtype} cannot be saved"
+            )
+        tokens.append(ids.view(np.uint8))
+        extra_keys = [[encode(row), encode(keys)] for row, keys in detail.extra_keys.items()]
+        names = [encode(name) for name in detail[1:5]]
+        rows.append([ids.dtype.str, len(ids), *names, extra_keys])
+    arrays = {
+        "tokens": np.concatenate(tokens) if tokens else np.empty(0, np.uint8),
+        "texts": np.frombuffer(json.dumps(rows).encode(), np.uint8),
+    }
+    for name, array in arrays.items():
+        if len(array) > MAX_BYTES:
+            raise ContractError(f"{len(array)} bytes of {name}; the limit is {MAX_BYTES}")
+    return arrays
+
+
+def unpack(tokens: Any, texts: Any) -> list[Detail]:
+    """The details in such arrays.
+
+    Raises:
+        SavedPoolError: There are none in them.
+    """
+    details, start = [], 0
+    try:
+        for row in json.loads(texts.tobytes()):
+            dtype, count, size, lora_id, lora_name, session_id, extra_keys = row
+            if dtype not in TOKEN_DTYPES or not all(is_count(each) for each in (count, size)):
+                raise ValueError(f"{count!r} token ids of {dtype!r}, {size!r} in a block")
+            stop = start + count * np.dtype(dtype).itemsize
+            if stop > len(tokens):
+                raise ValueError(f"token ids up to byte {stop} of {len(tokens)}")
+            if not all(name is None or type(name) is str for name in (lora_name, session_id)):
+                raise ValueError(f"names {lora_name!r} and {session_id!r}")
+            if lora_id is not None and type(lora_id) is not int:
+                raise ValueError(f"lora_id {lora_id!r}")
+            ids = tokens[start:stop].copy().view(dtype)
+            keys = {int(block): decode(value) for block, value in extra_keys}
+            details.append(Detail(ids, size, lora_id, lora_name, session_id, keys))
+            start = stop
+    except (ValueError, TypeError, RecursionError) as error:
+        raise SavedPoolError(f"detail {len(details)} cannot be read: {error}") from None
+    if start != len(tokens):
+        raise SavedPoolError(f"{len(tokens)} bytes of token ids; the details have {start}")
+    return details
+
+
+def is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MAX_BYTES

@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+from collections.abc import Callable
+
+def cache_blocks_method(
+    cls: type, stock: Callable[..., None], keeps_last_token: bool
+) -> Callable[..., None]: ...
