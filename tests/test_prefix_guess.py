@@ -96,11 +96,14 @@ def test_a_shorter_and_a_longer_lookup_follow_each_other(pool):
         assert ids_of(cache, hashes[:length]) == [expected[:length]]
 
 
-@pytest.mark.parametrize("groups", [
-    [FullAttention(UNIT)],
-    [FullAttention(UNIT), FullAttention(UNIT)],
-    [FullAttention(2 * UNIT), Mamba(2 * UNIT)],
-])
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [FullAttention(UNIT)],
+        [FullAttention(UNIT), FullAttention(UNIT)],
+        [FullAttention(2 * UNIT), Mamba(2 * UNIT)],
+    ],
+)
 def test_every_lookup_is_that_of_a_cache_without_a_past(groups):
     rng = random.Random(len(groups))
     shared = [hashes_of(14, seed) for seed in range(2)]
@@ -116,9 +119,7 @@ def test_every_lookup_is_that_of_a_cache_without_a_past(groups):
         if rng.random() < 0.2:
             pool.evict_ids([block])
         elif pool.blocks[block].block_hash is None:
-            pool.cache_partial_id(
-                block, hashes[row], (row + 1) * UNIT, rng.randrange(len(groups))
-            )
+            pool.cache_partial_id(block, hashes[row], (row + 1) * UNIT, rng.randrange(len(groups)))
         hashes = rng.choice(prompts)
         limit = rng.choice((len(hashes), row)) * UNIT
         found = cache.lookup(hashes, limit)
