@@ -10,7 +10,6 @@
 # Each space then flips bits of its own, so one digest never has one hash in two spaces of its
 # width: where digest and hash are the same, the space is too.
 from cpool.core.types cimport hash_t, space_t, uint8_t, uint32_t, uint64_t
-from libc.string cimport memcpy
 
 cdef extern from * nogil:
     """
