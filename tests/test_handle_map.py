@@ -34,6 +34,21 @@ def test_a_held_handle_is_found_again_whatever_else_comes_and_goes(num_blocks: i
         assert [pool.blocks[i].block_id for i in strangers] == strangers
 
 
+@pytest.mark.parametrize("num_held", [20, 300, 500, 1_900])
+def test_a_handle_that_dies_hides_no_other(num_held: int) -> None:
+    pool = cpool.BlockPool(NUM_BLOCKS, True, 4)
+    rng = random.Random(num_held)
+    held = {i: pool.blocks[i] for i in rng.sample(range(NUM_BLOCKS), num_held)}
+    for turn in range(4_000):
+        del held[rng.choice(list(held))]
+        block_id = rng.randrange(NUM_BLOCKS)
+        while block_id in held:
+            block_id = rng.randrange(NUM_BLOCKS)
+        held[block_id] = pool.blocks[block_id]
+        if turn % 100 == 0:
+            assert all(pool.blocks[i] is block for i, block in held.items())
+
+
 def test_handles_of_a_batch_are_those_that_live_and_new_ones() -> None:
     pool = cpool.BlockPool(NUM_BLOCKS, True, 4)
     held = pool.blocks[1:NUM_BLOCKS:3]
