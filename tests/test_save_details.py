@@ -77,6 +77,21 @@ def test_a_detail_that_no_file_can_hold_is_refused(value: Any, tmp_path: Path) -
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_extra_keys_are_saved_32_lists_deep_and_no_deeper(tmp_path: Path) -> None:
+    pool = cpool.BlockPool(9, True, 4, enable_kv_cache_events=True, detailed_snapshots=True)
+    value: Any = 7
+    for _ in range(32 - 1):  # The tuple of a block's extra keys is one, too.
+        value = [value]
+    pool.cache_full_ids([1], CHAIN.block_hashes[:1], 0, 4, extra_keys=[(value,)])
+    pool.save(tmp_path / "pool")
+    loaded = cpool.BlockPool.load(tmp_path / "pool")
+    keys = [[e.extra_keys for e in p.snapshot_events().events] for p in (loaded, pool)]
+    assert keys[0] == keys[1] == [[(value,)]]
+    pool.cache_full_ids([2], CHAIN.block_hashes[1:2], 0, 4, extra_keys=[([value],)])
+    with pytest.raises(cpool.ContractError, match="lists more than 32 deep"):
+        pool.save(tmp_path / "pool")
+
+
 def test_a_file_of_version_1_is_read(tmp_path: Path) -> None:
     """It has no details, and its arrays are the first seven of today's."""
     pool = cpool.BlockPool(9, True, 4, enable_kv_cache_events=True, detailed_snapshots=True)
@@ -116,8 +131,8 @@ TEXTS: dict[str, tuple[bytes, str]] = {
     "keys without a block": (json.dumps([row(keys=[1])]).encode(), "cannot be read"),
     "a deep nest": (b"[" * 100_000, "cannot be read"),
     "a nest that JSON can read": (
-        json.dumps([row(keys=[[0, 0]])]).replace("[0, 0]", "[0, " + "[" * 900 + "]" * 901).encode(),
-        "cannot be read",
+        json.dumps([row(keys=[[0, 0]])]).replace("[0, 0]", "[0, " + "[" * 34 + "]" * 35).encode(),
+        "lists more than 32 deep",
     ),
 }
 

@@ -21,6 +21,7 @@ from cpool.core.contract import ContractError, SavedPoolError
 
 TOKEN_DTYPES = ("|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8")
 MAX_BYTES = (1 << 32) - 1  # Of each array.
+MAX_DEPTH = 32  # Of lists and tuples in each other.
 
 
 class Detail(NamedTuple):
@@ -34,12 +35,16 @@ class Detail(NamedTuple):
     extra_keys: dict[int, Any]
 
 
-def encode(value: Any) -> Any:
+def encode(value: Any, depth: int = 0) -> Any:
     """A value as JSON knows it.
 
     Raises:
-        ContractError: It is of another kind.
+        ContractError: It is of another kind, or nested too deeply.
     """
+    if depth > MAX_DEPTH:
+        raise ContractError(
+            f"the details of a block hold lists more than {MAX_DEPTH} deep, which cannot be saved"
+        )
     if value is None or isinstance(value, bool | str | float):
         return value
     if isinstance(value, Integral):
@@ -47,21 +52,23 @@ def encode(value: Any) -> Any:
     if isinstance(value, bytes):
         return {"bytes": value.hex()}
     if isinstance(value, list):
-        return [encode(item) for item in value]
+        return [encode(item, depth + 1) for item in value]
     if isinstance(value, tuple):
-        return {"tuple": [encode(item) for item in value]}
+        return {"tuple": [encode(item, depth + 1) for item in value]}
     raise ContractError(
         f"the details of a block hold a {type(value).__name__}, which cannot be saved"
     )
 
 
-def decode(value: Any) -> Any:
+def decode(value: Any, depth: int = 0) -> Any:
     """What ``encode`` was given. Raises ValueError if it can have been nothing."""
+    if depth > MAX_DEPTH:
+        raise ValueError(f"lists more than {MAX_DEPTH} deep")
     if isinstance(value, list):
-        return [decode(item) for item in value]
+        return [decode(item, depth + 1) for item in value]
     if isinstance(value, dict):
         if len(value) == 1 and isinstance(value.get("tuple"), list):
-            return tuple([decode(item) for item in value["tuple"]])
+            return tuple([decode(item, depth + 1) for item in value["tuple"]])
         if len(value) == 1 and isinstance(value.get("bytes"), str):
             return bytes.fromhex(value["bytes"])
         raise ValueError(f"{sorted(value)} names no kind of value")
