@@ -5,6 +5,7 @@ After every step both must agree on hit tokens, block ids, copies, keys and orde
 """
 
 import random
+from importlib import import_module
 from math import lcm
 from types import SimpleNamespace
 
@@ -15,6 +16,8 @@ from cpool.prefix import ChunkedLocal, FullAttention, Mamba, PrefixCache, Slidin
 
 torch = pytest.importorskip("torch", reason="vLLM's groups are described with torch dtypes")
 pytest.importorskip("vllm", reason="compares with vLLM 0.32's KVCacheManager")
+if not (found := import_module("vllm.version").__version__).startswith("0.32."):
+    pytest.skip(f"cpool.prefix decides as vLLM 0.32 does; this is {found}", allow_module_level=True)
 
 from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.utils.hashing import sha256  # noqa: E402
