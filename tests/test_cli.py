@@ -214,6 +214,8 @@ def test_an_interrupted_run_reports_what_it_had(tmp_path, sweep):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # As from a terminal: a shell's background jobs are started with the signal ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     # The first requests are held back until the reader has seen enough of them.
     process.stdin.write("".join(GOOD_LINES * 100))
