@@ -266,6 +266,15 @@ def test_the_queue_takes_all_of_a_batch_or_nothing(
     pool.check_consistency()
 
 
+def test_the_queue_may_be_emptied_by_the_blocks_that_it_is_given(pool: Any) -> None:
+    queue = pool.free_block_queue
+    queue.append_n(queue.popleft() for _ in range(5))
+    assert pool.free_queue_ids().tolist() == [1, 2, 3, 4, 5]
+    queue.prepend_n(queue.popleft() for _ in range(5))
+    assert pool.free_queue_ids().tolist() == [1, 2, 3, 4, 5]
+    pool.check_consistency()
+
+
 def test_the_queue_is_iterated_after_a_cursor(pool: Any) -> None:
     queue = pool.free_block_queue
     assert [b.block_id for b in queue.iter_blocks_after(None)] == [1, 2, 3, 4, 5]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The run of the last lookup is only a guess: answers are those of a cache that never looked."""
 
+import gc
 import random
 
 import pytest
@@ -130,3 +131,49 @@ def test_every_lookup_is_that_of_a_cache_without_a_past(groups):
         ]
         hits += found.num_tokens > UNIT
     assert hits > 50
+
+
+def test_a_pool_that_is_reset_by_the_lookup_itself_answers_for_the_right_group(pool):
+    """The number of tokens is read by the caller's code, which here gives group 0's space away."""
+    cache, hashes = PrefixCache(pool, [FullAttention(UNIT)]), hashes_of(3)
+    pool.cache_full_ids([1, 2, 3], hashes, 0, UNIT)
+
+    class Number(int):
+        def __index__(self):
+            assert pool.reset_prefix_cache()
+            pool.cache_full_ids([5, 6, 7], hashes, 1, UNIT)
+            return int(self)
+
+    assert cache.reach(hashes, 0, Number(3 * UNIT)) == 0
+    assert cache.lookup(hashes, Number(3 * UNIT)).num_tokens == 0
+
+
+def test_a_pool_that_is_reset_while_the_match_is_made_answers_for_the_right_group(pool):
+    cache, hashes = PrefixCache(pool, [FullAttention(UNIT)]), hashes_of(3)
+    pool.cache_full_ids([1, 2, 3], hashes, 0, UNIT)
+    matches = [cache.lookup(hashes) for _ in range(20)]  # more than are kept for new ones
+    assert all(match.num_tokens == 3 * UNIT for match in matches)
+
+    class Cycle:
+        def __init__(self):
+            self.itself = self
+
+        def __del__(self):
+            assert pool.reset_prefix_cache()
+            pool.cache_full_ids([5, 6, 7], hashes, 1, UNIT)
+
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.disable()
+    try:
+        Cycle()
+        gc.set_threshold(1)
+        gc.enable()
+        matches += [cache.lookup(hashes) for _ in range(20)]
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.enable()
+    assert pool.find_ids(hashes, 1).tolist() == [5, 6, 7]
+    for match in matches[20:]:
+        assert match.num_tokens in (0, 3 * UNIT)
+        assert match.block_ids[0].tolist() in ([], [1, 2, 3])

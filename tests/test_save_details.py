@@ -77,6 +77,25 @@ def test_a_detail_that_no_file_can_hold_is_refused(value: Any, tmp_path: Path) -
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ({"lora_id": "x"}, "lora_id 'x' cannot be saved"),
+        ({"lora_id": True}, "lora_id True"),
+        ({"lora_name": 3}, "lora_name 3"),
+        ({"session_id": 7}, "session_id 7"),
+    ],
+)
+def test_what_could_not_be_loaded_is_not_saved(
+    name: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    pool = cpool.BlockPool(9, True, 4, enable_kv_cache_events=True, detailed_snapshots=True)
+    pool.cache_full_ids([1], CHAIN.block_hashes[:1], 0, 4, **name)
+    with pytest.raises(cpool.ContractError, match=message):
+        pool.save(tmp_path / "pool")
+    assert not (tmp_path / "pool").exists()
+
+
 def test_extra_keys_are_saved_32_lists_deep_and_no_deeper(tmp_path: Path) -> None:
     pool = cpool.BlockPool(9, True, 4, enable_kv_cache_events=True, detailed_snapshots=True)
     value: Any = 7
@@ -124,10 +143,11 @@ TEXTS: dict[str, tuple[bytes, str]] = {
     "more tokens than there are": (json.dumps([row(count=1 << 31)]).encode(), "of 4"),
     "fewer": (json.dumps([row(count=0)]).encode(), "4 bytes of token ids"),
     "a size that is none": (json.dumps([row(size=1.5)]).encode(), "1.5 in a block"),
-    "a number as a name": (json.dumps([row(name=1)]).encode(), "names 1 and None"),
+    "a number as a name": (json.dumps([row(name=1)]).encode(), "lora_name 1 cannot"),
     "a name as a number": (json.dumps([row(id="a")]).encode(), "lora_id 'a'"),
     "unknown kinds": (json.dumps([row(keys=[[0, {"set": []}]])]).encode(), "no kind of value"),
     "half a byte": (json.dumps([row(keys=[[0, {"bytes": "a"}]])]).encode(), "cannot be read"),
+    "keys of no block": (b'[["<i4", 1, 4, null, null, null, [[Infinity, null]]]]', "blocks .inf"),
     "keys without a block": (json.dumps([row(keys=[1])]).encode(), "cannot be read"),
     "a deep nest": (b"[" * 100_000, "cannot be read"),
     "a nest that JSON can read": (

@@ -91,6 +91,7 @@ def pack(details: list[Detail]) -> dict[str, Any]:
             )
         tokens.append(ids.view(np.uint8))
         extra_keys = [[encode(row), encode(keys)] for row, keys in detail.extra_keys.items()]
+        check_names(detail.lora_id, detail.lora_name, detail.session_id)
         names = [encode(name) for name in detail[1:5]]
         rows.append([ids.dtype.str, len(ids), *names, extra_keys])
     arrays = {
@@ -118,12 +119,11 @@ def unpack(tokens: Any, texts: Any) -> list[Detail]:
             stop = start + count * np.dtype(dtype).itemsize
             if stop > len(tokens):
                 raise ValueError(f"token ids up to byte {stop} of {len(tokens)}")
-            if not all(name is None or type(name) is str for name in (lora_name, session_id)):
-                raise ValueError(f"names {lora_name!r} and {session_id!r}")
-            if lora_id is not None and type(lora_id) is not int:
-                raise ValueError(f"lora_id {lora_id!r}")
+            check_names(lora_id, lora_name, session_id)
             ids = tokens[start:stop].copy().view(dtype)
-            keys = {int(block): decode(value) for block, value in extra_keys}
+            if not all(is_count(block) for block, _ in extra_keys):
+                raise ValueError(f"extra keys of blocks {[block for block, _ in extra_keys]}")
+            keys = {block: decode(value) for block, value in extra_keys}
             details.append(Detail(ids, size, lora_id, lora_name, session_id, keys))
             start = stop
     except (ValueError, TypeError, RecursionError) as error:
@@ -131,6 +131,15 @@ def unpack(tokens: Any, texts: Any) -> list[Detail]:
     if start != len(tokens):
         raise SavedPoolError(f"{len(tokens)} bytes of token ids; the details have {start}")
     return details
+
+
+def check_names(lora_id: Any, lora_name: Any, session_id: Any) -> None:
+    """Raises ContractError, which is a ValueError, for names of a kind that events never have."""
+    if lora_id is not None and type(lora_id) is not int:
+        raise ContractError(f"lora_id {lora_id!r} cannot be saved: it is no int")
+    for what, name in (("lora_name", lora_name), ("session_id", session_id)):
+        if name is not None and type(name) is not str:
+            raise ContractError(f"{what} {name!r} cannot be saved: it is no str")
 
 
 def is_count(value: Any) -> bool:

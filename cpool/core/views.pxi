@@ -35,11 +35,19 @@ class PoolFreeQueue(FreeKVCacheBlockQueue):
     def popleft_n(self, n):
         """Take the first ``n`` free blocks. Raises AssertionError when there are fewer."""
         cdef BlockPool pool = self._pool
-        if n > pool.core.queue.num_free:
-            raise AssertionError(f"{n} blocks asked for, {pool.core.queue.num_free} are free")
-        blocks = list(islice(self.iter_blocks_after(None), max(n, 0)))
-        for block in blocks:
-            free_queue.remove(&pool.core.queue, (<KVCacheBlock>block).index)
+        cdef bint collects
+        num_free = min(self.num_free_blocks, pool.core.queue.num_free)
+        if n > num_free:
+            raise AssertionError(f"{n} blocks asked for, {num_free} are free")
+        # A collection for the list could run a __del__ that changes the queue.
+        collects = PyGC_Disable()
+        try:
+            blocks = list(islice(self.iter_blocks_after(None), max(n, 0)))
+            for block in blocks:
+                free_queue.remove(&pool.core.queue, (<KVCacheBlock>block).index)
+        finally:
+            if collects:
+                PyGC_Enable()
         return blocks
 
     def append_n(self, blocks):
@@ -49,17 +57,16 @@ class PoolFreeQueue(FreeKVCacheBlockQueue):
             ContractError: A block is free already, the null block, named twice or not this
                 pool's; nothing was changed.
         """
-        cdef BlockPool pool = self._pool
-        self._insert_all(pool.core.blocks.states[pool.core.queue.end].prev, blocks)
+        self._insert_all(blocks, True)
 
     def prepend_n(self, blocks):
         """As `append_n`, at the front."""
-        cdef BlockPool pool = self._pool
-        self._insert_all(pool.core.queue.end, blocks)
+        self._insert_all(blocks, False)
 
-    def _insert_all(self, block_id_t place, blocks):
+    def _insert_all(self, blocks, bint at_end):
         cdef BlockPool pool = self._pool
         cdef IdBuffer buffer = pool.buffer_of(blocks)
+        cdef block_id_t place = pool.core.queue.end
         cdef size_t i
         seen = set()
         for i in range(buffer.count):
@@ -67,6 +74,9 @@ class PoolFreeQueue(FreeKVCacheBlockQueue):
             if buffer.ids[i] in seen:
                 raise ContractError(f"block {buffer.ids[i]} at position {i} is named twice")
             seen.add(buffer.ids[i])
+        # Only now: `blocks` may have been an iterator that took blocks out itself.
+        if at_end:
+            place = pool.core.blocks.states[place].prev
         for i in range(buffer.count):
             free_queue.insert_after(&pool.core.queue, place, buffer.ids[i])
             place = buffer.ids[i]

@@ -231,9 +231,7 @@ cdef class PrefixCache:
         return self.find(hashes, batch, limit)
 
     cdef void ask(self, Query* query, HashBatch batch) noexcept:
-        cdef uint32_t g
-        for g in range(self.num_groups):
-            self.spaces[g] = registry.find_space(&self.pool.core, g, batch.width)
+        # All but what the pool may still change: spaces, and what is found.
         query.core = &self.pool.core
         query.rows = batch.rows
         query.num_rows = batch.count
@@ -252,7 +250,11 @@ cdef class PrefixCache:
     ):
         # An empty match with room for what `query` will find.
         cdef PrefixMatch match = PrefixMatch.__new__(PrefixMatch)
+        cdef uint32_t g
         match.make_room(self, max_tokens)
+        # Only now: a collection for the new object may have run a __del__ that reset the pool.
+        for g in range(self.num_groups):
+            self.spaces[g] = registry.find_space(&self.pool.core, g, batch.width)
         match.hashes = hashes
         match.max_tokens = max_tokens
         match.num_hashes = batch.count
@@ -295,16 +297,16 @@ cdef class PrefixCache:
         cdef uint32_t g = read_tokens(
             kv_cache_group_id, "kv_cache_group_id", 0, self.num_groups - 1
         )
-        cdef PrefixMatch scratch
-        self.ask(&query, batch)
-        scratch = self.prepare(&query, hashes, batch, read_tokens(
+        cdef PrefixMatch _match     # owns what `query` writes to
+        limit = read_tokens(
             max_tokens, "max_tokens", 0, batch.count * self.pool.hash_block_size
             + self.pool.hash_block_size - 1
-        ))
+        )
+        self.ask(&query, batch)
+        _match = self.prepare(&query, hashes, batch, limit)
         alone = self.sets[self.set_of[g]]
         alone.num_members = 1
         alone.members = &g
-        limit = scratch.max_tokens
         if alone.eagle and alone.kind != MAMBA and not self.is_single:
             limit = min(
                 limit + lookup.eagle_margin(&query, &alone),

@@ -76,6 +76,8 @@ def test_a_free_queue_assigned_empty_gives_nothing_until_something_is_freed(pool
     assert pool.get_usage() == 1.0
     with pytest.raises(ValueError, match="Cannot get 1 free blocks"):
         pool.get_new_blocks(1)
+    with pytest.raises(AssertionError, match="1 blocks asked for, 0 are free"):
+        queue.popleft_n(1)
     pool.free_blocks(blocks)
     assert queue.num_free_blocks == 2
     queue.num_free_blocks = 7
