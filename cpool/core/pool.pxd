@@ -339,7 +339,7 @@ cdef class _PoolRegistration(_PoolAllocation):
     ) except -1
     cdef int register_partial(
         self, block_id_t id, bytes digest, uint64_t tokens, uint32_t group, bint replace,
-        object parent, object stored, EventDetail detail, bint compact,
+        object parent, object stored, EventDetail detail, bint compact, bint is_begun=*,
     ) except -1
     cdef int move_run(self, block_id_t source, block_id_t target) except -1
 

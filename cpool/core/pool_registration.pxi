@@ -499,6 +499,7 @@ cdef class _PoolRegistration(_PoolAllocation):
         # `said` is of partial_row(). Once the first is registered, only events can fail.
         cdef size_t i
         cdef size_t count = len(said)
+        cdef bint is_begun = False
         cdef bint collects = PyGC_Disable()     # a __del__ could use up what is reserved
         try:
             registry.reserve(&self.core, group, width, count, count)
@@ -506,8 +507,9 @@ cdef class _PoolRegistration(_PoolAllocation):
             for i, digest, parent, stored, detail in said:
                 self.register_partial(
                     batch.ids[i], digest, ends.values[i], group, False, parent, stored, detail,
-                    True,
+                    True, is_begun,
                 )
+                is_begun = True
         finally:
             if collects:
                 PyGC_Enable()
@@ -515,9 +517,10 @@ cdef class _PoolRegistration(_PoolAllocation):
 
     cdef int register_partial(
         self, block_id_t id, bytes digest, uint64_t tokens, uint32_t group, bint replace,
-        object parent, object stored, EventDetail detail, bint compact,
+        object parent, object stored, EventDetail detail, bint compact, bint is_begun=False,
     ) except -1:
-        # `parent` is the digest before the block, `stored` the event or run, or None.
+        # `parent` is the digest before the block, `stored` the event or run, or None. Once the
+        # call that this is a part of `is_begun`, all that may still fail are its events.
         cdef Key key
         cdef RemovedRun removed = None
         cdef uint32_t width = <uint32_t>PyBytes_GET_SIZE(digest)
@@ -546,7 +549,8 @@ cdef class _PoolRegistration(_PoolAllocation):
                 try:
                     removed = self.log_for(&id, 1)
                 except MemoryError as error:
-                    # Rows before this one may be registered: all that fails now are events.
+                    if not is_begun:
+                        raise
                     self.lose_events(error)
         finally:
             if collects:
