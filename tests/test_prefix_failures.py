@@ -66,7 +66,7 @@ def refuse_each_allocation(action, check, prepare=lambda world: None):
         else:
             num_successes += 1
         world.pool.check_consistency()
-    assert num_failures > 1
+    assert num_failures > 0
 
 
 def unchanged(world, before):
