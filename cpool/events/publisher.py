@@ -306,14 +306,15 @@ class EventPublisher:
         client = frames[0]
         first = int.from_bytes(frames[2], "big")
         batches = self._buffer.since(first)
+        oldest = batches[0][0] if batches else self._next_to_send
+        if first < oldest and self._snapshot_on_stale_replay:
+            # Before the answer: whoever has it may rely on the next batch.
+            self._needs_snapshot = True
         for sequence, payload in batches:
             self._replay.send_multipart(
                 (client, b"", self._topic, sequence.to_bytes(8, "big"), payload)
             )
         self._replay.send_multipart((client, b"", b"", END_OF_REPLAY, b""))
-        oldest = batches[0][0] if batches else self._next_to_send
-        if first < oldest and self._snapshot_on_stale_replay:
-            self._needs_snapshot = True
 
     def _close_sockets(self) -> None:
         # The last messages may still be on their way to subscribers.
