@@ -2,12 +2,14 @@
 """Keys whose table hash is the same: all in one cell's run, or in a few, at both ends."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import cpool.core.pool
 from cpool import BlockPool
+from tests.support import dump
 from tests.test_model import run
 
 testing: Any = getattr(cpool.core.pool, "_testing", None)
@@ -41,6 +43,19 @@ def test_extra_keys_of_one_block_may_collide() -> None:
     assert pool.find_ids(digests, 0).tolist() == [1, 1, 1, 1]
     assert [r.num_tokens for r in pool.registrations(1)] == [16, 12, 8, 4]
     pool.check_consistency()
+
+
+@pytest.mark.usefixtures("narrow")
+def test_a_saved_pool_whose_keys_collide_is_loaded(tmp_path: Path) -> None:
+    pool = BlockPool(6, True, 4)
+    digests = [bytes([i]) * 16 for i in range(4)]
+    for block_id in (1, 2):
+        for i, digest in enumerate(digests[block_id - 1 : block_id + 2]):
+            pool.cache_partial_id(block_id, digest, 16 - 4 * i, 0)
+    pool.save(tmp_path / "pool")
+    loaded = BlockPool.load(tmp_path / "pool")
+    loaded.check_consistency()
+    assert dump(loaded) == dump(pool)
 
 
 @pytest.mark.usefixtures("narrow")

@@ -239,3 +239,10 @@ def test_matching_is_fine_when_a_state_spans_several_hashes():
     assert PrefixCache(pool, [FullAttention(16), Mamba(16)], match="coarse").match_unit == 16
     assert PrefixCache(pool, [FullAttention(16), SlidingWindow(8, 8)]).match_unit == 16
     assert PrefixCache(pool, [SlidingWindow(8, 8), Mamba(16)]).match_unit == 16
+
+
+def test_a_match_that_no_lookup_made_says_so():
+    match = type(PrefixCache(BlockPool(4, True, UNIT), [FullAttention(UNIT)]).lookup([]))()
+    for ask in (lambda: match.block_ids, lambda: match.partial_tails, match.explain):
+        with pytest.raises(ValueError, match="made by hand"):
+            ask()

@@ -7,12 +7,12 @@
 # stages in order, and the last stages of all keys run in the order of the batch, as if they
 # were alone; what a stage saw before is only ever used as a hint of what to fetch.
 from cpool.core cimport blocks, registry, reverse_index, shared_keys, table
-from cpool.core.keys cimport Key, hash_key, same_digest
+from cpool.core.keys cimport Key, hash_key
 from cpool.core.memory cimport prefetch, prefetch_write
 from cpool.core.registry cimport Core, Holder
 from cpool.core.types cimport (
     block_id_t, hash_t, ref_t, space_t, uint8_t, uint32_t, uint64_t, INDEX_MASK,
-    LOOSE_FLAG, NO_BLOCK, NO_RECORD, PRIMARY, SHARED, SHARED_FLAG, SPACE_MASK,
+    LOOSE_FLAG, NO_BLOCK, NO_RECORD, PRIMARY, SHARED, SHARED_FLAG,
 )
 
 cdef enum:
@@ -55,18 +55,15 @@ cdef inline size_t follow(
     const Core* core, const uint8_t* digests, size_t row_bytes, size_t first, size_t count,
     space_t space, uint32_t multiple_of, block_id_t* found,
 ) noexcept:
-    # Rows from `first` on whose blocks go on as the last two did, up or down by one. A block
-    # that alone holds a row's key, and as its primary one, is what the table would answer: its
-    # cell need not be read. Returns the first row of which that is not so.
+    # Rows from `first` on whose blocks go on as the last two did, up or down by one, and hold
+    # their keys alone: their cells need not be read. Returns the first row of which that is not
+    # so.
     cdef block_id_t step = found[first - 1] - found[first - 2]
     cdef block_id_t id = found[first - 1] + step
     cdef uint32_t width = core.spaces[space].width
     cdef size_t row = first
     while row < count and id < core.blocks.num_blocks:
-        # Equal to `space`: without a flag, so neither shared nor unknown to the table.
-        if core.blocks.keys[id].space != space or not same_digest(
-            blocks.digest_slot(&core.blocks, id), digests + row * row_bytes, width
-        ):
+        if not registry.holds_alone(core, id, space, digests + row * row_bytes, width):
             break
         if multiple_of and not registry.covers_multiple(
             core, registry.primary(id), multiple_of
@@ -76,18 +73,6 @@ cdef inline size_t follow(
         row += 1
         id += step
     return row
-
-
-cdef inline bint is_own_key(
-    const Core* core, const Key* key, uint32_t width, ref_t ref
-) noexcept:
-    # What registry.names() answers for most keys: one block's own primary one.
-    return (ref & ~<ref_t>INDEX_MASK) == PRIMARY and same_digest(
-        blocks.digest_slot(&core.blocks, ref & INDEX_MASK), key.digest, width
-    ) and (
-        not core.has_widths
-        or core.blocks.keys[ref & INDEX_MASK].space & SPACE_MASK == key.space
-    )
 
 
 cdef inline size_t find_batch(
@@ -136,7 +121,10 @@ cdef inline size_t find_batch(
             if place == table.NOWHERE:
                 place = table.seek(&core.table, hashes[row % RING])
             ref = table.ref_at(&core.table, place) if place != table.NOWHERE else 0
-            if multiple_of == 0 and is_own_key(core, &key, width, ref):
+            # Most keys are one block's own primary one.
+            if multiple_of == 0 and (ref & ~<ref_t>INDEX_MASK) == PRIMARY and (
+                registry.is_own_key(core, ref & INDEX_MASK, &key, width)
+            ):
                 found[row] = ref & INDEX_MASK
             else:
                 found[row] = find_from(core, &key, hashes[row % RING], place, multiple_of)
@@ -217,9 +205,8 @@ cdef inline bint register_row(Core* core, Registrations* batch, size_t row) noex
             return True
     elif registry.has_primary(core, id):
         registry.drop_keys(core, id)
-    elif reverse_index.first(&core.index, id) != NO_RECORD:
-        if registry.find_held_by(core, &key, id, &holder):
-            return False
+    elif registry.find_held_by(core, &key, id, &holder):
+        return False    # as one of its extra keys
     num_keys = core.table.num_used
     registry.register(core, id, &key, hash, 0, <uint32_t>batch.ends[row])
     return core.table.num_used != num_keys

@@ -203,6 +203,26 @@ cdef inline bint has_primary(const Core* core, block_id_t block) noexcept:
 
 # Look-ups ---------------------------------------------------------------------------------
 
+cdef inline bint is_own_key(
+    const Core* core, block_id_t block, const Key* key, uint32_t width
+) noexcept:
+    # Whether `key` is the primary one of a block whose cell has the key's hash. With hash and
+    # digest the space is the same, too, among digests of one width (see keys.pxd).
+    return same_digest(blocks.digest_slot(&core.blocks, block), key.digest, width) and (
+        not core.has_widths or (core.blocks.keys[block].space & SPACE_MASK) == key.space
+    )
+
+
+cdef inline bint holds_alone(
+    const Core* core, block_id_t block, space_t space, const uint8_t* digest, uint32_t width
+) noexcept:
+    # Whether that is the block's primary key, known to the table and held by no other block:
+    # then the block is what the table would answer.
+    return (core.blocks.keys[block].space & ~<space_t>NO_TOKENS_FLAG) == space and same_digest(
+        blocks.digest_slot(&core.blocks, block), digest, width
+    )
+
+
 cdef inline bint names(const Core* core, ref_t ref, const Key* key, Holder* holder) noexcept:
     # Whether the cell `ref`, whose hash is the key's, is that of `key`; its first holder if so.
     # Keys are compared whole.
@@ -215,13 +235,7 @@ cdef inline bint names(const Core* core, ref_t ref, const Key* key, Holder* hold
     if tag == PRIMARY:
         holder.block = index
         holder.extra = NO_RECORD
-        return same_digest(
-            blocks.digest_slot(&core.blocks, index), key.digest, width
-        ) and (
-            # With the same hash it is the same space (see keys.pxd); its column is not read.
-            not core.has_widths
-            or (core.blocks.keys[index].space & SPACE_MASK) == key.space
-        )
+        return is_own_key(core, index, key, width)
     if tag == <ref_t>SHARED:
         if shared_keys.key(&core.shared, index).space != key.space or not same_digest(
             shared_keys.digest(&core.shared, index), key.digest, width

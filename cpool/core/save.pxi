@@ -295,11 +295,19 @@ cdef int load_link(Core* core, Holder holder, hash_t hash, const Holder* first) 
     # The table learns of a key: of a new one, or of the one that `first` has.
     cdef Key key = registry.key_of(core, holder)
     cdef Key expected
-    cdef Holder other
+    cdef Holder other, held
     cdef uint64_t place
-    cdef bint is_known = registry.find(core, &key, hash, &other, &place) != 0
+    cdef ref_t ref
+    cdef bint is_held
+    # All keys are in their rows already, so that a cell of another extra key of the block, with
+    # the same hash, would be taken for this one's: meanwhile this one is hidden.
+    cdef space_t space = registry.flagged_space(core, holder)
+    registry.set_flagged_space(core, holder, 0)
+    ref = registry.find(core, &key, hash, &other, &place)
+    is_held = registry.find_held_by(core, &key, holder.block, &held)
+    registry.set_flagged_space(core, holder, space)
     if first == NULL:
-        if is_known:
+        if ref != 0:
             raise SavedPoolError(
                 f"blocks {other.block} and {holder.block} have a key of which no order is known"
             )
@@ -308,12 +316,12 @@ cdef int load_link(Core* core, Holder holder, hash_t hash, const Holder* first) 
         if (
             key.space != expected.space
             or not keys.same_digest(key.digest, expected.digest, core.spaces[key.space].width)
-            or registry.find_held_by(core, &key, holder.block, &other)
+            or is_held
         ):
             raise SavedPoolError(
                 f"blocks {first.block} and {holder.block} are no holders of one key"
             )
-    registry.link(core, holder, hash)
+    registry.attach(core, holder, hash, ref, other, place)
     return 0
 
 

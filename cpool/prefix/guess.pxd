@@ -2,14 +2,13 @@
 # The run of the last lookup, as a guess for the next: a request that waits is looked up in each
 # step, and requests share what stands at their beginning.
 #
-# A block that alone holds a row's key, and as its primary one, is what the table would answer,
-# so the table is not read where the guess is right. It is never believed: it may be of another
+# A block that holds a row's key alone is what the table would answer, so the table is not read
+# where the guess is right. It is never believed: it may be of another
 # prompt, and its blocks may have lost their keys or taken others since.
-from cpool.core cimport blocks
-from cpool.core.keys cimport same_digest
+from cpool.core cimport blocks, registry
 from cpool.core.memory cimport prefetch
 from cpool.core.registry cimport Core
-from cpool.core.types cimport block_id_t, space_t, uint8_t, uint32_t, NO_TOKENS_FLAG
+from cpool.core.types cimport block_id_t, space_t, uint8_t, uint32_t
 from cpython.mem cimport PyMem_Free, PyMem_Realloc
 from libc.string cimport memcpy
 
@@ -51,15 +50,6 @@ cdef inline void remember(
     guess.start = digests[0]
 
 
-cdef inline bint holds_alone(
-    const Core* core, block_id_t id, space_t space, const uint8_t* digest, uint32_t width
-) noexcept:
-    # With any other flag the key is shared, or the table does not know it.
-    return (core.blocks.keys[id].space & ~<space_t>NO_TOKENS_FLAG) == space and same_digest(
-        blocks.digest_slot(&core.blocks, id), digest, width
-    )
-
-
 cdef inline void prefetch_block(const Core* core, block_id_t id) noexcept:
     prefetch(&core.blocks.keys[id])
     prefetch(blocks.digest_slot(&core.blocks, id))
@@ -80,7 +70,9 @@ cdef inline size_t confirm(
     for row in range(stop):
         if row + AHEAD < stop:
             prefetch_block(core, guess.ids[row + AHEAD])
-        if not holds_alone(core, guess.ids[row], space, digests + row * row_bytes, width):
+        if not registry.holds_alone(
+            core, guess.ids[row], space, digests + row * row_bytes, width
+        ):
             return row
         found[row] = guess.ids[row]
     return stop

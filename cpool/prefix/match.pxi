@@ -46,6 +46,11 @@ cdef class PrefixMatch:
     def __repr__(self):
         return f"PrefixMatch(num_tokens={self.num_tokens}, max_tokens={self.max_tokens})"
 
+    cdef int require_cache(self) except -1:
+        if self.cache is None:
+            raise ValueError("a PrefixMatch is of a lookup; this one was made by hand")
+        return 0
+
     cdef size_t num_blocks(self, uint32_t group) noexcept:
         return self.hits[self.cache.set_of[group]].num_blocks
 
@@ -60,6 +65,7 @@ cdef class PrefixMatch:
     def block_ids(self):
         """Block ids of each group: a tuple of uint32 arrays; 0 where no block is needed."""
         cdef uint32_t g
+        self.require_cache()
         return tuple([
             ids_array(self.rows[g], self.num_blocks(g)) for g in range(self.cache.num_groups)
         ])
@@ -74,6 +80,7 @@ cdef class PrefixMatch:
         cdef uint32_t g
         cdef list tails = []
         cdef block_id_t id
+        self.require_cache()
         for g in range(self.cache.num_groups):
             if self.is_partial(g):
                 id = self.rows[g][self.num_blocks(g) - 1]
@@ -93,6 +100,7 @@ cdef class PrefixMatch:
 
     def explain(self):
         """Why the match is not longer: an `Explanation`, from the pool as it is now."""
+        self.require_cache()
         return explain(self)
 
     cdef bint same_blocks(self, PrefixMatch other) noexcept:
