@@ -48,9 +48,9 @@ def test_extra_keys_of_one_block_may_collide() -> None:
 @pytest.mark.usefixtures("narrow")
 def test_a_saved_pool_whose_keys_collide_is_loaded(tmp_path: Path) -> None:
     pool = BlockPool(6, True, 4)
-    digests = [bytes([i]) * 16 for i in range(4)]
-    for block_id in (1, 2):
-        for i, digest in enumerate(digests[block_id - 1 : block_id + 2]):
+    digests = [bytes([i]) * 16 for i in range(7)]
+    for block_id, first in ((1, 0), (2, 3)):  # one key is both blocks'
+        for i, digest in enumerate(digests[first : first + 4]):
             pool.cache_partial_id(block_id, digest, 16 - 4 * i, 0)
     pool.save(tmp_path / "pool")
     loaded = BlockPool.load(tmp_path / "pool")
