@@ -111,15 +111,17 @@ cdef inline size_t find_batch(
         stop = min(count, row + 2 * IN_FLIGHT)
         while sought < stop:
             places[sought % RING] = table.glance(&core.table, hashes[sought % RING])
-            if places[sought % RING] != table.NOWHERE:
+            if places[sought % RING] < table.BEHIND:
                 prefetch_holder(core, table.ref_at(&core.table, places[sought % RING]))
             sought += 1
         stop = min(count, row + IN_FLIGHT)
         while row < stop:
             key.digest = digests + row * row_bytes
             place = places[row % RING]
-            if place == table.NOWHERE:
-                place = table.seek(&core.table, hashes[row % RING])
+            if place == table.BEHIND:
+                place = table.seek_behind(
+                    &core.table, hashes[row % RING], table.home(&core.table, hashes[row % RING])
+                )
             ref = table.ref_at(&core.table, place) if place != table.NOWHERE else 0
             # Most keys are one block's own primary one.
             if multiple_of == 0 and (ref & ~<ref_t>INDEX_MASK) == PRIMARY and (

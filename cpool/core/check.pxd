@@ -69,15 +69,16 @@ cdef inline int check_table(const Core* core) except -1:
             if t.chunks[i].refs[cell] == 0:
                 continue
             used += 1
-            passed = table.home(t, t.chunks[i].hashes[cell])
+            passed = table.home(t, table.hash_at(&t.chunks[i], cell))
             while passed != i:
                 counted[passed] += 1
                 passed = table.next_chunk(t, passed)
-            check_cell(core, t.chunks[i].hashes[cell], t.chunks[i].refs[cell])
+            check_cell(core, table.hash_at(&t.chunks[i], cell), t.chunks[i].refs[cell])
     for i in range(t.num_chunks):
+        passed = table.num_passed(&t.chunks[i])
         require(
-            t.passed[i] == counted[i] or t.passed[i] == table.MANY,
-            f"{counted[i]} keys passed chunk {i}, {t.passed[i]} counted",
+            passed == counted[i] or passed == table.MANY,
+            f"{counted[i]} keys passed chunk {i}, {passed} counted",
         )
     require(used == t.num_used, f"{used} cells used, {t.num_used} counted")
     require(used < table.num_cells(t), "no cell is EMPTY")

@@ -5,10 +5,10 @@
 # registration pays two bytes for them. Space 0 means "no key".
 #
 # The table's own hash is NH (Black et al., UMAC, CRYPTO '99) over the digest's 64-bit words
-# with random words drawn per pool, folded to 32 bits. Digests can be chosen by whoever writes
-# the prompt when they are xxhash; without the random words he cannot choose where they land.
-# Each space then flips bits of its own, so one digest never has one hash in two spaces of its
-# width: where digest and hash are the same, the space is too.
+# with random words drawn per pool, folded to 31 bits above a 0, which is the table's. Digests
+# can be chosen by whoever writes the prompt when they are xxhash; without the random words he
+# cannot choose where they land. Each space then flips bits of its own, so one digest never has
+# one hash in two spaces of its width: where digest and hash are the same, the space is too.
 from cpool.core.types cimport hash_t, space_t, uint8_t, uint32_t, uint64_t
 
 cdef extern from * nogil:
@@ -38,7 +38,8 @@ cdef extern from * nogil:
         return hash;
     }
 
-    /* `salt` stands for the space; seed holds CPOOL_MAX_SEED_WORDS random words. */
+    /* An even number. `salt` stands for the space; seed holds CPOOL_MAX_SEED_WORDS random
+       words. */
     static inline uint32_t cpool_hash_key(const uint8_t *digest, uint32_t width,
                                           uint32_t salt, const uint64_t *seed) {
         const uint64_t *k = seed + 2;
@@ -57,7 +58,7 @@ cdef extern from * nogil:
                      * (cpool_word(padded + 8) + k[i / 8 + 1]);
             }
         }
-        return cpool_fold(sum, seed) ^ salt;
+        return (cpool_fold(sum, seed) & ~(uint32_t)1) ^ salt;
     }
 
     static inline int cpool_same_digest(const uint8_t *a, const uint8_t *b, uint32_t width) {
@@ -108,5 +109,5 @@ cdef struct Key:
 
 
 cdef inline hash_t salt_of(space_t space, const uint64_t* seed) noexcept:
-    # The factor is odd, so no two spaces get the same.
-    return <hash_t>(space - 1) * <hash_t>(seed[NUM_SEED_WORDS - 1] | 1)
+    # Even. Half the factor is odd, so no two spaces get the same.
+    return <hash_t>(space - 1) * <hash_t>(seed[NUM_SEED_WORDS - 1] << 1 | 2)

@@ -7,7 +7,8 @@
 # search hardly ever branches on what nobody can guess: how far from its home a key stands.
 #
 #   - Each chunk counts the keys that had to pass it. A search, hit or miss, ends where nobody
-#     passed: most often it reads one line.
+#     passed: most often it reads one line. The count is in the line, too: hashes are even, and
+#     the lowest bits of the eight hashes, used or not, are its bits.
 #   - A remove empties the cell and counts back: no tombstones, no key moves, and a search does
 #     not grow longer with age.
 #   - A rehash reads no key, and homes rise with hashes: one pass over both arrays.
@@ -21,7 +22,6 @@
 from cpool.core cimport memory
 from cpool.core.memory cimport Array
 from cpool.core.types cimport hash_t, ref_t, uint8_t, uint32_t, uint64_t
-from libc.string cimport memset
 
 cdef extern from * nogil:
     """
@@ -37,18 +37,37 @@ cdef extern from * nogil:
         uint32_t refs[CPOOL_CHUNK_CELLS];
     } cpool_chunk;
 
-    /* Bit i: word i of eight equals `wanted`. */
-    static inline uint32_t cpool_equal_words(const uint32_t *words, uint32_t wanted) {
+    /* Bit i: word i of eight, without the bits of `ignored`, equals `wanted`. */
+    static inline uint32_t cpool_equal_words(const uint32_t *words, uint32_t wanted,
+                                             uint32_t ignored) {
     #ifdef __SSE2__
         __m128i all = _mm_set1_epi32((int)wanted);
-        __m128i low = _mm_cmpeq_epi32(_mm_load_si128((const __m128i *)words), all);
-        __m128i high = _mm_cmpeq_epi32(_mm_load_si128((const __m128i *)words + 1), all);
+        __m128i drop = _mm_set1_epi32((int)ignored);
+        __m128i low = _mm_load_si128((const __m128i *)words);
+        __m128i high = _mm_load_si128((const __m128i *)words + 1);
+        low = _mm_cmpeq_epi32(_mm_andnot_si128(drop, low), all);
+        high = _mm_cmpeq_epi32(_mm_andnot_si128(drop, high), all);
         __m128i both = _mm_packs_epi32(low, high);
         return (uint32_t)_mm_movemask_epi8(_mm_packs_epi16(both, _mm_setzero_si128()));
     #else
         uint32_t mask = 0;
-        for (int i = 0; i < CPOOL_CHUNK_CELLS; i++) mask |= (uint32_t)(words[i] == wanted) << i;
+        for (int i = 0; i < CPOOL_CHUNK_CELLS; i++)
+            mask |= (uint32_t)((words[i] & ~ignored) == wanted) << i;
         return mask;
+    #endif
+    }
+
+    /* Bit i: the lowest bit of word i of eight. */
+    static inline uint32_t cpool_lowest_bits(const uint32_t *words) {
+    #ifdef __SSE2__
+        __m128i low = _mm_slli_epi32(_mm_load_si128((const __m128i *)words), 31);
+        __m128i high = _mm_slli_epi32(_mm_load_si128((const __m128i *)words + 1), 31);
+        return (uint32_t)_mm_movemask_ps(_mm_castsi128_ps(low))
+             | (uint32_t)_mm_movemask_ps(_mm_castsi128_ps(high)) << 4;
+    #else
+        uint32_t bits = 0;
+        for (int i = 0; i < CPOOL_CHUNK_CELLS; i++) bits |= (words[i] & 1) << i;
+        return bits;
     #endif
     }
 
@@ -63,21 +82,25 @@ cdef extern from * nogil:
         hash_t hashes[8]
         ref_t refs[8]
 
-    uint32_t equal_words "cpool_equal_words"(const uint32_t* words, uint32_t wanted) noexcept
+    uint32_t equal_words "cpool_equal_words"(
+        const uint32_t* words, uint32_t wanted, uint32_t ignored
+    ) noexcept
+    uint32_t lowest_bits "cpool_lowest_bits"(const uint32_t* words) noexcept
     uint32_t lowest_bit "cpool_lowest_bit"(uint32_t mask) noexcept
 
 cdef enum:
     NOWHERE = 0xFFFFFFFFFFFFFFFF    # no cell has the hash
+    BEHIND = 0xFFFFFFFFFFFFFFFE     # no cell of its home has the hash; one behind it may
     FILLED = 64                     # per cent of the cells that a new table expects to use
     MAX_FILLED = 85                 # beyond, many chunks are full, and searches grow long
     ALL_CELLS = 0xFF                # a bit for each cell of a chunk
+    COUNT_BIT = 1                   # of a hash: no part of it, a bit of its chunk's count
     MANY = 255                      # keys passed a chunk: no longer counted, up or down
 
 
 cdef struct Table:
-    Array array             # the chunks, then `passed`
+    Array array
     Chunk* chunks           # NULL while nothing is registered
-    uint8_t* passed         # of each chunk, how many keys had to pass it, up to MANY
     uint64_t num_chunks
     uint64_t num_used       # cells
 
@@ -97,7 +120,7 @@ cdef inline uint64_t next_chunk(const Table* table, uint64_t chunk) noexcept:
 
 cdef inline uint32_t empty_cells(const Chunk* chunk) noexcept:
     # Bit i: cell i is EMPTY.
-    return equal_words(chunk.refs, 0)
+    return equal_words(chunk.refs, 0, 0)
 
 
 cdef inline uint32_t used_cells(const Chunk* chunk) noexcept:
@@ -107,7 +130,27 @@ cdef inline uint32_t used_cells(const Chunk* chunk) noexcept:
 
 cdef inline uint32_t matches(const Chunk* chunk, hash_t hash) noexcept:
     # Bit i: cell i is used and has the hash.
-    return equal_words(chunk.hashes, hash) & used_cells(chunk)
+    return equal_words(chunk.hashes, hash, COUNT_BIT) & used_cells(chunk)
+
+
+cdef inline uint32_t num_passed(const Chunk* chunk) noexcept:
+    # Keys that had to pass the chunk, up to MANY.
+    return lowest_bits(chunk.hashes)
+
+
+cdef inline void set_num_passed(Chunk* chunk, uint32_t count) noexcept:
+    cdef uint32_t i
+    for i in range(CHUNK_CELLS):
+        chunk.hashes[i] = (chunk.hashes[i] & ~<hash_t>COUNT_BIT) | (count >> i & 1)
+
+
+cdef inline hash_t hash_at(const Chunk* chunk, uint32_t cell) noexcept:
+    return chunk.hashes[cell] & ~<hash_t>COUNT_BIT
+
+
+cdef inline void fill(Chunk* chunk, uint32_t cell, hash_t hash, ref_t ref) noexcept:
+    chunk.hashes[cell] = hash | (chunk.hashes[cell] & COUNT_BIT)
+    chunk.refs[cell] = ref
 
 
 cdef inline void prefetch(const Table* table, hash_t hash) noexcept:
@@ -130,7 +173,7 @@ cdef inline uint64_t seek_behind(const Table* table, hash_t hash, uint64_t chunk
     # The first cell with that hash behind `chunk`, or NOWHERE. At most round to the home.
     cdef uint64_t start = home(table, hash)
     cdef uint32_t found
-    while table.passed[chunk]:
+    while num_passed(&table.chunks[chunk]):
         chunk = next_chunk(table, chunk)
         if chunk == start:
             break
@@ -150,14 +193,15 @@ cdef inline uint64_t seek(const Table* table, hash_t hash) noexcept:
 
 
 cdef inline uint64_t glance(const Table* table, hash_t hash) noexcept:
-    # As seek(), but looks at the home alone and asks for the chunk behind it if a search would
-    # go on there. NOWHERE then means nothing yet.
+    # As seek(), but looks at the home alone. Where a search would go on behind it, asks for the
+    # next chunk and answers BEHIND.
     cdef uint64_t chunk = home(table, hash)
     cdef uint32_t found = matches(&table.chunks[chunk], hash)
     if found:
         return chunk * CHUNK_CELLS + lowest_bit(found)
-    if table.passed[chunk]:
+    if num_passed(&table.chunks[chunk]):
         memory.prefetch(&table.chunks[next_chunk(table, chunk)])
+        return BEHIND
     return NOWHERE
 
 
@@ -182,29 +226,35 @@ cdef inline void insert(Table* table, hash_t hash, ref_t ref) noexcept:
     # There must be an EMPTY cell (reserve).
     cdef uint64_t chunk = home(table, hash)
     cdef uint32_t empty = empty_cells(&table.chunks[chunk])
+    cdef uint32_t count
     while empty == 0:
-        table.passed[chunk] += table.passed[chunk] != MANY
+        count = num_passed(&table.chunks[chunk])
+        if count != MANY:
+            set_num_passed(&table.chunks[chunk], count + 1)
         chunk = next_chunk(table, chunk)
         empty = empty_cells(&table.chunks[chunk])
-    table.chunks[chunk].hashes[lowest_bit(empty)] = hash
-    table.chunks[chunk].refs[lowest_bit(empty)] = ref
+    fill(&table.chunks[chunk], lowest_bit(empty), hash, ref)
     table.num_used += 1
 
 
 cdef inline void remove_at(Table* table, uint64_t place) noexcept:
     cdef Chunk* stood_in = &table.chunks[place // CHUNK_CELLS]
-    cdef uint64_t chunk = home(table, stood_in.hashes[place % CHUNK_CELLS])
+    cdef uint64_t chunk = home(table, hash_at(stood_in, place % CHUNK_CELLS))
+    cdef uint32_t count
     stood_in.refs[place % CHUNK_CELLS] = 0
     table.num_used -= 1
     while chunk != place // CHUNK_CELLS:
-        table.passed[chunk] -= table.passed[chunk] != MANY
+        count = num_passed(&table.chunks[chunk])
+        if count != MANY:
+            set_num_passed(&table.chunks[chunk], count - 1)
         chunk = next_chunk(table, chunk)
 
 
-cdef inline void take_over(Table* table, Table* old) noexcept:
+cdef inline void take_over(Table* table, Table* old, uint8_t* filled) noexcept:
     # All keys of `old`, which is left without any, into an empty table. First those that find
-    # room at home, where `passed` counts the cells that are used: words that were just written
-    # one by one are slow to be read eight at once. Then those that have to pass.
+    # room at home, where `filled`, zeros at first, counts the cells that are used: words that
+    # were just written one by one are slow to be read eight at once. Then those that have to
+    # pass.
     cdef uint64_t i, chunk
     cdef uint32_t cell, used
     cdef hash_t hash
@@ -213,21 +263,20 @@ cdef inline void take_over(Table* table, Table* old) noexcept:
         while used:
             cell = lowest_bit(used)
             used &= used - 1
-            hash = old.chunks[i].hashes[cell]
+            hash = hash_at(&old.chunks[i], cell)
             chunk = home(table, hash)
-            if table.passed[chunk] < CHUNK_CELLS:
-                table.chunks[chunk].hashes[table.passed[chunk]] = hash
-                table.chunks[chunk].refs[table.passed[chunk]] = old.chunks[i].refs[cell]
-                table.passed[chunk] += 1
+            if filled[chunk] < CHUNK_CELLS:
+                table.chunks[chunk].hashes[filled[chunk]] = hash
+                table.chunks[chunk].refs[filled[chunk]] = old.chunks[i].refs[cell]
+                filled[chunk] += 1
                 table.num_used += 1
                 old.chunks[i].refs[cell] = 0
-    memset(table.passed, 0, table.num_chunks)
     for i in range(old.num_chunks):
         used = used_cells(&old.chunks[i])
         while used:
             cell = lowest_bit(used)
             used &= used - 1
-            insert(table, old.chunks[i].hashes[cell], old.chunks[i].refs[cell])
+            insert(table, hash_at(&old.chunks[i], cell), old.chunks[i].refs[cell])
 
 
 cdef inline uint64_t max_used(const Table* table) noexcept:
@@ -236,14 +285,21 @@ cdef inline uint64_t max_used(const Table* table) noexcept:
 
 cdef inline int resize(Table* table, uint64_t wanted_cells) except -1:
     cdef Table fresh
+    cdef Array filled
     fresh.num_chunks = wanted_cells // CHUNK_CELLS + 1
     fresh.num_used = 0
-    memory.allocate(&fresh.array, fresh.num_chunks, sizeof(Chunk) + 1)
-    # Nothing below can fail.
+    memory.allocate(&fresh.array, fresh.num_chunks, sizeof(Chunk))
     fresh.chunks = <Chunk*>fresh.array.data
-    fresh.passed = <uint8_t*>&fresh.chunks[fresh.num_chunks]
-    take_over(&fresh, table)
-    memory.release(&table.array)
+    if table.chunks != NULL:
+        try:
+            memory.allocate(&filled, fresh.num_chunks, 1)
+        except MemoryError:
+            memory.release(&fresh.array)
+            raise
+        # Nothing below can fail.
+        take_over(&fresh, table, <uint8_t*>filled.data)
+        memory.release(&filled)
+        memory.release(&table.array)
     table[0] = fresh
     return 0
 
@@ -262,6 +318,5 @@ cdef inline int reserve(Table* table, uint64_t num_new, uint64_t num_expected) e
 cdef inline void release(Table* table) noexcept:
     memory.release(&table.array)
     table.chunks = NULL
-    table.passed = NULL
     table.num_chunks = 0
     table.num_used = 0

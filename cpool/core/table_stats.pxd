@@ -30,7 +30,7 @@ cdef inline TableStats stats_of(const Table* t) noexcept:
         stats.max_run = max(stats.max_run, run)
         for cell in range(table.CHUNK_CELLS):
             if chunk.refs[cell]:
-                distance = distance_of(t, chunk.hashes[cell], i)
+                distance = distance_of(t, table.hash_at(chunk, cell), i)
                 stats.total_distance += distance
                 stats.max_distance = max(stats.max_distance, distance)
     return stats

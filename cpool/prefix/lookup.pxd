@@ -130,7 +130,7 @@ cdef inline void fetch_probe(const Query* query, uint32_t group, size_t row, int
         table.prefetch(&query.core.table, hash)
         return
     place = table.glance(&query.core.table, hash)
-    if place != table.NOWHERE:
+    if place < table.BEHIND:
         batches.prefetch_holder(query.core, table.ref_at(&query.core.table, place))
 
 
