@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run of the last lookup is only a guess: answers are those of a cache that never looked."""
+"""The run of the last lookup is only a guess: answers are those of a pool that never looked."""
 
 import gc
 import random
@@ -22,79 +22,112 @@ def hashes_of(num_blocks, seed=0):
     return hash_tokens([seed * 1000 + i for i in range(num_blocks * UNIT)], UNIT)[:]
 
 
-def ids_of(cache, hashes):
-    return [ids.tolist() for ids in cache.lookup(hashes).block_ids]
+@pytest.fixture(params=["PrefixCache.lookup", "find_prefix_ids", "find_prefix_blocks"])
+def ids_of(request, pool):
+    """Whichever finds prefixes keeps a guess: hashes -> block ids in group 0."""
+    if request.param == "find_prefix_ids":
+        return lambda hashes: pool.find_prefix_ids(hashes, 0).tolist()
+    if request.param == "find_prefix_blocks":
+        return lambda hashes: [block.block_id for block in pool.find_prefix_blocks(hashes, [0])[0]]
+    cache = PrefixCache(pool, [FullAttention(UNIT)])
+    return lambda hashes: cache.lookup(hashes).block_ids[0].tolist()
 
 
-def test_a_block_that_lost_its_key_is_not_found_again(pool):
-    cache, hashes = PrefixCache(pool, [FullAttention(UNIT)]), hashes_of(6)
+def test_a_block_that_lost_its_key_is_not_found_again(pool, ids_of):
+    hashes = hashes_of(6)
     pool.cache_full_ids(range(1, 7), hashes, 0, UNIT)
-    assert ids_of(cache, hashes) == [[1, 2, 3, 4, 5, 6]]
+    assert ids_of(hashes) == [1, 2, 3, 4, 5, 6]
     pool.evict_ids([4])  # its digest is still in its slot
-    assert ids_of(cache, hashes) == [[1, 2, 3]]
+    assert ids_of(hashes) == [1, 2, 3]
     pool.evict_ids([1])
-    assert ids_of(cache, hashes) == [[]]
+    assert ids_of(hashes) == []
 
 
-def test_a_block_that_took_another_key_is_not_found_under_the_old_one(pool):
-    cache, hashes, others = PrefixCache(pool, [FullAttention(UNIT)]), hashes_of(4), hashes_of(4, 1)
+def test_a_block_that_took_another_key_is_not_found_under_the_old_one(pool, ids_of):
+    hashes, others = hashes_of(4), hashes_of(4, 1)
     pool.cache_full_ids([1, 2, 3, 4], hashes, 0, UNIT)
-    assert ids_of(cache, hashes) == [[1, 2, 3, 4]]
+    assert ids_of(hashes) == [1, 2, 3, 4]
     pool.evict_ids([2])
     pool.cache_full_ids([2], others[:1], 0, UNIT)
-    assert ids_of(cache, hashes) == [[1]]
+    assert ids_of(hashes) == [1]
     pool.cache_full_ids([9], hashes[1:2], 0, UNIT)
-    assert ids_of(cache, hashes) == [[1, 9, 3, 4]]
-    assert ids_of(cache, others) == [[2]]
+    assert ids_of(hashes) == [1, 9, 3, 4]
+    assert ids_of(others) == [2]
 
 
-def test_a_digest_of_another_group_does_not_count(pool):
-    cache, hashes = PrefixCache(pool, [FullAttention(UNIT)]), hashes_of(3)
+def test_a_digest_of_another_group_does_not_count(pool, ids_of):
+    hashes = hashes_of(3)
     pool.cache_full_ids([1, 2, 3], hashes, 0, UNIT)
-    assert ids_of(cache, hashes) == [[1, 2, 3]]
+    assert ids_of(hashes) == [1, 2, 3]
     pool.evict_ids([2])
     pool.cache_full_ids([2], hashes[1:2], 7, UNIT)
-    assert ids_of(cache, hashes) == [[1]]
+    assert ids_of(hashes) == [1]
 
 
-def test_of_several_copies_the_first_one_is_found_whatever_was_found_before(pool):
-    cache, hashes = PrefixCache(pool, [FullAttention(UNIT)]), hashes_of(3)
+def test_of_several_copies_the_first_one_is_found_whatever_was_found_before(pool, ids_of):
+    hashes = hashes_of(3)
     pool.cache_full_ids([1, 2, 3], hashes, 0, UNIT)
-    assert ids_of(cache, hashes) == [[1, 2, 3]]
+    assert ids_of(hashes) == [1, 2, 3]
     pool.cache_full_ids([12], hashes[1:2], 0, UNIT)
-    assert ids_of(cache, hashes) == [[1, 2, 3]]
+    assert ids_of(hashes) == [1, 2, 3]
     pool.evict_ids([2])
-    assert ids_of(cache, hashes) == [[1, 12, 3]]
+    assert ids_of(hashes) == [1, 12, 3]
     pool.cache_full_ids([2], hashes[1:2], 0, UNIT)
-    assert ids_of(cache, hashes) == [[1, 12, 3]]
+    assert ids_of(hashes) == [1, 12, 3]
 
 
-def test_a_key_assigned_by_hand_is_unknown_to_the_table(pool):
-    cache, hashes = PrefixCache(pool, [FullAttention(UNIT)]), hashes_of(2)
+def test_a_key_assigned_by_hand_is_unknown_to_the_table(pool, ids_of):
+    hashes = hashes_of(2)
     pool.cache_full_ids([1, 2], hashes, 0, UNIT)
-    assert ids_of(cache, hashes) == [[1, 2]]
+    assert ids_of(hashes) == [1, 2]
     key = pool.blocks[2].block_hash
     pool.evict_ids([2])
     pool.blocks[2]._block_hash = key
-    assert ids_of(cache, hashes) == [[1]]
+    assert ids_of(hashes) == [1]
 
 
-def test_nothing_is_found_after_a_reset(pool):
-    cache, hashes = PrefixCache(pool, [FullAttention(UNIT)]), hashes_of(3)
+def test_nothing_is_found_after_a_reset(pool, ids_of):
+    hashes = hashes_of(3)
     pool.cache_full_ids([1, 2, 3], hashes, 0, UNIT)
-    assert ids_of(cache, hashes) == [[1, 2, 3]]
+    assert ids_of(hashes) == [1, 2, 3]
     assert pool.reset_prefix_cache()
-    assert ids_of(cache, hashes) == [[]]
+    assert ids_of(hashes) == []
     pool.cache_full_ids([5], hashes[:1], 0, UNIT)
-    assert ids_of(cache, hashes) == [[5]]
+    assert ids_of(hashes) == [5]
 
 
-def test_a_shorter_and_a_longer_lookup_follow_each_other(pool):
-    cache, hashes = PrefixCache(pool, [FullAttention(UNIT)]), hashes_of(39)
+def test_a_shorter_and_a_longer_lookup_follow_each_other(pool, ids_of):
+    hashes = hashes_of(39)
     pool.cache_full_ids(range(39, 0, -1), hashes, 0, UNIT)
     expected = list(range(39, 0, -1))
     for length in (2, 39, 0, 1, 20, 39, 38):
-        assert ids_of(cache, hashes[:length]) == [expected[:length]]
+        assert ids_of(hashes[:length]) == expected[:length]
+
+
+def test_spaces_keep_a_guess_each_and_share_it_when_there_are_many(pool):
+    hashes = hashes_of(4)
+    expected = {}
+    for group in range(9):
+        ids = range(4 * group + 1, 4 * group + 5)
+        pool.cache_full_ids(ids, hashes, group, UNIT)
+        expected[group] = list(ids)
+    for _ in range(2):
+        for group in (0, 4, 8, 0, 1, 2, 3, 4):
+            assert pool.find_prefix_ids(hashes, group).tolist() == expected[group]
+    pool.evict_ids([expected[4][2]])
+    assert pool.find_prefix_ids(hashes, 4).tolist() == expected[4][:2]
+
+
+def test_what_is_remembered_is_counted_and_given_back(pool):
+    hashes = hashes_of(30)
+    pool.cache_full_ids(range(1, 31), hashes, 0, UNIT)
+    before = pool.nbytes
+    pool.find_prefix_ids(hashes, 0)
+    assert pool.nbytes == before + 30 * 4
+    pool.find_prefix_ids(hashes[:5], 0)
+    assert pool.nbytes == before + 30 * 4
+    assert pool.reset_prefix_cache()
+    assert pool.nbytes < before
 
 
 @pytest.mark.parametrize(
@@ -129,6 +162,9 @@ def test_every_lookup_is_that_of_a_cache_without_a_past(groups):
         assert [ids.tolist() for ids in found.block_ids] == [
             ids.tolist() for ids in fresh.block_ids
         ]
+        known = [block if block >= 0 else None for block in pool.find_ids(hashes, 0).tolist()]
+        run = (known + [None]).index(None)
+        assert pool.find_prefix_ids(hashes, 0).tolist() == known[:run]
         hits += found.num_tokens > UNIT
     assert hits > 50
 

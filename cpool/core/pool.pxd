@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from cpool.core cimport batches
+from cpool.core.guess cimport Guess
 from cpool.core.handle_map cimport HandleMap
 from cpool.core.keys cimport Key, Space
 from cpool.core.memory cimport Array
@@ -193,6 +194,7 @@ cdef class _PoolState:
     cdef uint32_t num_exports       # numpy views of the key columns that are alive
     cdef uint32_t hash_width        # of the first key registered; 0 before it and after a reset
     cdef Parents parents            # of registrations, while events are on
+    cdef Guess guesses[4]           # the last prefixes found, NUM_GUESSES; a space's is space % 4
     cdef dict group_block_sizes     # group -> tokens in a block, as last registered
     cdef bint is_resetting          # and nothing that happens is to be told
     cdef bint events_lost           # the next batch must be a snapshot
@@ -214,6 +216,7 @@ cdef class _PoolState:
     cdef object __weakref__
 
     cdef KVCacheBlock handle(self, block_id_t id)
+    cdef void forget_prefixes(self) noexcept
     cdef int prepare_handles(self, size_t count) except -1
     cdef KVCacheBlock new_handle(self, uint32_t place, block_id_t id)
     cdef int fill_with_handles(
@@ -293,6 +296,9 @@ cdef class _PoolLookup(_PoolEvents):
     cdef int link_primary(self, block_id_t id) except -1
     cdef int insert_key(self, object key, block_id_t id, object num_tokens) except -1
     cdef void prefetch_answer(self, ref_t ref) noexcept
+    cdef size_t find_prefix(
+        self, HashBatch batch, size_t count, space_t space, block_id_t* found
+    ) noexcept
     cdef object find_rows(self, object hashes, object group, uint32_t multiple_of, bint prefix)
     cdef object registration(self, Holder holder, bint is_primary)
 

@@ -12,7 +12,7 @@ class would corrupt itself (double free, negative count, foreign id) this one ra
 cimport cython
 cimport numpy
 from cpool.core cimport (
-    batches, check, free_queue, handle_map, keys, memory, msgpack, parents, registry,
+    batches, check, free_queue, guess, handle_map, keys, memory, msgpack, parents, registry,
     reverse_index, shared_keys, table, table_stats,
 )
 from cpool.core.blocks cimport PrimaryKey, digest_slot
@@ -270,6 +270,7 @@ cdef class BlockPool(_PoolRegistration):
             )
         registry.drop_key_storage(&self.core)
         parents.release(&self.parents)
+        self.forget_prefixes()
         self.forget_details()
         self.hash_width = 0
         return 0

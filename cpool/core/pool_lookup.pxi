@@ -166,6 +166,14 @@ cdef class _PoolLookup(_PoolEvents):
         if num_spare:
             prefetch_write(spare_blocks[num_spare - 1])
 
+    cdef size_t find_prefix(
+        self, HashBatch batch, size_t count, space_t space, block_id_t* found
+    ) noexcept:
+        return guess.find_run(
+            &self.core, batch.rows, batch.row_bytes, count, space,
+            &self.guesses[space % guess.NUM_GUESSES], found,
+        )
+
     cdef object find_rows(self, object hashes, object group, uint32_t multiple_of, bint prefix):
         cdef HashBatch batch = read_hashes(hashes, -1, self.hash_width)
         cdef uint32_t group_id = read_group(group)
@@ -185,9 +193,7 @@ cdef class _PoolLookup(_PoolEvents):
         found = new_array(count, numpy.NPY_UINT32 if prefix else numpy.NPY_INT64)
         ids = <block_id_t*>data_of(found)
         if prefix:
-            count = batches.find_batch(
-                &self.core, batch.rows, batch.row_bytes, count, space, multiple_of, True, ids
-            )
+            count = self.find_prefix(batch, count, space, ids)
             return found[:count]
         # The ids come in the upper half of the answers, which are then written from below.
         answers = <int64_t*>ids
@@ -257,9 +263,7 @@ cdef class _PoolLookup(_PoolEvents):
             if space == 0 or self.core.table.chunks == NULL:
                 count = 0
             if count:
-                count = batches.find_batch(
-                    &self.core, batch.rows, batch.row_bytes, count, space, 0, True, buffer.ids
-                )
+                count = self.find_prefix(batch, count, space, buffer.ids)
         return [self.handles_of((<IdBuffer>buffer).ids, count) for buffer in buffers]
 
     def registrations(self, block):

@@ -17,7 +17,13 @@ cdef class _PoolState:
             PyGC_Enable()
         handle_map.release(&self.handles)
         parents.release(&self.parents)
+        self.forget_prefixes()
         registry.release(&self.core)
+
+    cdef void forget_prefixes(self) noexcept:
+        cdef uint32_t i
+        for i in range(guess.NUM_GUESSES):
+            guess.forget(&self.guesses[i])
 
     cdef KVCacheBlock handle(self, block_id_t id):
         cdef PyObject* found = handle_map.find(&self.handles, id)
@@ -353,9 +359,13 @@ cdef class _PoolState:
     @property
     def nbytes(self):
         """Bytes of all arrays, as asked of the allocator."""
+        cdef size_t guessed = 0
+        cdef uint32_t i
+        for i in range(guess.NUM_GUESSES):
+            guessed += guess.nbytes(&self.guesses[i])
         return (
             registry.nbytes(&self.core) + parents.nbytes(&self.parents)
-            + self.handles.array.nbytes
+            + self.handles.array.nbytes + guessed
         )
 
     def __sizeof__(self):

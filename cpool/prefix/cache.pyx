@@ -11,7 +11,8 @@ that `append` first frees the blocks which no later token reads. The order of al
 of vLLM 0.32.0's ``KVCacheManager``, so block ids, copies and order of eviction are the same.
 """
 cimport cython
-from cpool.core cimport free_queue, registry, reverse_index
+from cpool.core cimport free_queue, guess, registry, reverse_index
+from cpool.core.guess cimport Guess
 from cpool.core.pool cimport BlockPool, HashBatch, IdBuffer, read_hashes
 from cpool.core.registry cimport Core, Holder
 from cpool.core.keys cimport Key
@@ -19,9 +20,8 @@ from cpool.core.memory cimport prefetch
 from cpool.core.types cimport (
     block_id_t, int64_t, space_t, uint32_t, uint64_t, MAX_HASH_BYTES, MAX_NUM_TOKENS, NO_RECORD,
 )
-from cpool.prefix cimport evictions, guess, lookup, rows
+from cpool.prefix cimport evictions, lookup, rows
 from cpool.prefix.evictions cimport Eviction, Evictions
-from cpool.prefix.guess cimport Guess
 from cpool.prefix.lookup cimport GroupSet, Hit, Query, FULL_ATTENTION, MAMBA
 from cpool.prefix.rows cimport Kind, Row
 from cpython.buffer cimport (

@@ -13,15 +13,14 @@
 #
 # Decisions are those of vLLM 0.32.0's managers and of its hybrid coordinator. Reads the pool
 # and changes nothing. 0, the null block, stands for a block that is not needed.
-from cpool.core cimport batches, registry, table
+from cpool.core cimport batches, guess, registry, table
+from cpool.core.guess cimport Guess
 from cpool.core.keys cimport Key
 from cpool.core.memory cimport CACHE_LINE, prefetch
 from cpool.core.registry cimport Core, Holder
 from cpool.core.types cimport (
     block_id_t, hash_t, space_t, uint8_t, uint32_t, uint64_t, NO_BLOCK,
 )
-from cpool.prefix cimport guess
-from cpool.prefix.guess cimport Guess
 from libc.string cimport memset
 
 cdef enum:
@@ -174,39 +173,21 @@ cdef inline bint hold(
     return True
 
 
-cdef inline size_t run_of(
-    const Query* query, uint32_t group, size_t step, size_t first, size_t count, Guess* hint
-) noexcept:
-    # Blocks first, first + 1, ... of one group, up to `count` or the first that is missing.
-    cdef const uint8_t* digests = query.rows + ((first + 1) * step - 1) * query.row_bytes
-    cdef size_t row_bytes = step * query.row_bytes
-    cdef space_t space = query.spaces[group]
-    cdef block_id_t* found = query.found[group] + first
-    cdef size_t right = 0
-    if hint != NULL:
-        right = guess.confirm(hint, query.core, digests, row_bytes, count, space, found)
-    if right < count:
-        count = right + batches.find_batch(
-            query.core, digests + right * row_bytes, row_bytes, count - right, space, 0, True,
-            found + right,
-        )
-    if hint != NULL:
-        guess.remember(hint, digests, found, right, count)
-    return count
-
-
 cdef inline size_t find_run(
     const Query* query, const GroupSet* set, size_t first, size_t count
 ) noexcept:
+    # Blocks first, first + 1, ... up to `count` or the first that a member misses.
     cdef uint32_t i, group
     cdef size_t step = set.block_size // query.unit
-    cdef bint has_hint = set.kind == FULL_ATTENTION and query.guesses != NULL
+    cdef const uint8_t* digests = query.rows + ((first + 1) * step - 1) * query.row_bytes
+    cdef bint has_guess = set.kind == FULL_ATTENTION and query.guesses != NULL
     if not can_hit(query, set):
         return 0
     for i in range(set.num_members):
         group = set.members[i]
-        count = run_of(
-            query, group, step, first, count, &query.guesses[group] if has_hint else NULL
+        count = guess.find_run(
+            query.core, digests, step * query.row_bytes, count, query.spaces[group],
+            &query.guesses[group] if has_guess else NULL, query.found[group] + first,
         )
     return count
 

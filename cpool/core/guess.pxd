@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-# The run of the last lookup, as a guess for the next: a request that waits is looked up in each
-# step, and requests share what stands at their beginning.
+# The longest run of registered rows, and the run of the last look-up as a guess for the next: a
+# request that waits is looked up in each step, and requests share what stands at their beginning.
 #
 # A block that holds a row's key alone is what the table would answer, so the table is not read
-# where the guess is right. It is never believed: it may be of another
-# prompt, and its blocks may have lost their keys or taken others since.
-from cpool.core cimport blocks, registry
+# where the guess is right. It is never believed: it may be of another prompt, and its blocks may
+# have lost their keys or taken others since.
+from cpool.core cimport batches, blocks, registry
 from cpool.core.memory cimport prefetch
 from cpool.core.registry cimport Core
 from cpool.core.types cimport block_id_t, space_t, uint8_t, uint32_t
@@ -14,13 +14,18 @@ from libc.string cimport memcpy
 
 cdef enum:
     AHEAD = 32              # blocks whose memory is asked for before they are compared
+    NUM_GUESSES = 4         # of a pool: the spaces take turns, and most pools have one or two
 
 
-cdef struct Guess:          # of one group
+cdef struct Guess:          # of one group; zero-filled when there is none
     block_id_t* ids
     size_t count
     size_t capacity
     uint8_t start           # first byte of the first row's digest
+
+
+cdef inline size_t nbytes(const Guess* guess) noexcept:
+    return guess.capacity * sizeof(block_id_t)
 
 
 cdef inline void forget(Guess* guess) noexcept:
@@ -76,3 +81,22 @@ cdef inline size_t confirm(
             return row
         found[row] = guess.ids[row]
     return stop
+
+
+cdef inline size_t find_run(
+    const Core* core, const uint8_t* digests, size_t row_bytes, size_t count, space_t space,
+    Guess* guess, block_id_t* found,
+) noexcept:
+    # Rows before the first that nobody holds; `found` gets their first holders. The space
+    # exists, and so does the table. `guess` may be NULL.
+    cdef size_t right = 0
+    if guess != NULL:
+        right = confirm(guess, core, digests, row_bytes, count, space, found)
+    if right < count:
+        count = right + batches.find_batch(
+            core, digests + right * row_bytes, row_bytes, count - right, space, 0, True,
+            found + right,
+        )
+    if guess != NULL:
+        remember(guess, digests, found, right, count)
+    return count
