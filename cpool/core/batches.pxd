@@ -34,21 +34,19 @@ cdef inline void prefetch_holder(const Core* core, ref_t ref) noexcept:
         prefetch(shared_keys.key(&core.shared, index))
 
 
-cdef inline block_id_t find_from(
-    const Core* core, const Key* key, hash_t hash, uint64_t place, uint32_t multiple_of
+cdef inline block_id_t find_whole(
+    const Core* core, const Key* key, hash_t hash, uint32_t multiple_of
 ) noexcept:
-    # The key's first holder; `place` is where seek() led. With `multiple_of` the first holder
-    # that covers a multiple of that many tokens.
+    # The key's first holder, or with `multiple_of` the first that covers a multiple of that many
+    # tokens; else NO_BLOCK.
     cdef Holder holder
-    cdef ref_t ref
-    while place != table.NOWHERE:
-        ref = table.ref_at(&core.table, place)
-        if registry.names(core, ref, key, &holder):
-            if multiple_of == 0 or registry.find_covering(core, ref, multiple_of, &holder):
-                return holder.block
-            break
-        place = table.seek_next(&core.table, hash, place)
-    return NO_BLOCK
+    cdef uint64_t place
+    cdef ref_t ref = registry.find(core, key, hash, &holder, &place)
+    if ref == 0:
+        return NO_BLOCK
+    if multiple_of and not registry.find_covering(core, ref, multiple_of, &holder):
+        return NO_BLOCK
+    return holder.block
 
 
 cdef inline size_t follow(
@@ -83,7 +81,7 @@ cdef inline size_t find_batch(
     # or with `stop_at_miss` those before the first that nobody holds. The space exists, and
     # so does the table.
     cdef hash_t hashes[RING]
-    cdef uint64_t places[RING]
+    cdef ref_t refs[RING]
     cdef size_t hashed = 0      # rows before it have passed the first stage
     cdef size_t sought = 0      # ... and the second
     cdef size_t asked = 0       # ... have been asked for themselves, where they lie far apart
@@ -91,7 +89,8 @@ cdef inline size_t find_batch(
     cdef size_t stop
     cdef size_t steady = 0
     cdef Key key
-    cdef uint64_t place
+    cdef block_id_t id
+    cdef block_id_t last = NO_BLOCK
     cdef ref_t ref
     cdef uint32_t width = core.spaces[space].width
     cdef hash_t salt = core.spaces[space].salt
@@ -110,39 +109,40 @@ cdef inline size_t find_batch(
             hashed += 1
         stop = min(count, row + 2 * IN_FLIGHT)
         while sought < stop:
-            places[sought % RING] = table.glance(&core.table, hashes[sought % RING])
-            if places[sought % RING] < table.BEHIND:
-                prefetch_holder(core, table.ref_at(&core.table, places[sought % RING]))
+            ref = table.glance(&core.table, hashes[sought % RING])
+            prefetch_holder(core, ref)
+            refs[sought % RING] = ref
             sought += 1
         stop = min(count, row + IN_FLIGHT)
         while row < stop:
             key.digest = digests + row * row_bytes
-            place = places[row % RING]
-            if place == table.BEHIND:
-                place = table.seek_behind(
-                    &core.table, hashes[row % RING], table.home(&core.table, hashes[row % RING])
-                )
-            ref = table.ref_at(&core.table, place) if place != table.NOWHERE else 0
-            # Most keys are one block's own primary one.
-            if multiple_of == 0 and (ref & ~<ref_t>INDEX_MASK) == PRIMARY and (
-                registry.is_own_key(core, ref & INDEX_MASK, &key, width)
+            ref = refs[row % RING]
+            id = ref & INDEX_MASK
+            if ref == table.ABSENT:
+                id = NO_BLOCK
+            elif (ref & ~<ref_t>INDEX_MASK) == PRIMARY and (
+                registry.is_own_key(core, id, &key, width)
             ):
-                found[row] = ref & INDEX_MASK
+                # Most keys are one block's own primary one.
+                if multiple_of and not registry.covers_multiple(
+                    core, registry.primary(id), multiple_of
+                ):
+                    id = NO_BLOCK
             else:
-                found[row] = find_from(core, &key, hashes[row % RING], place, multiple_of)
-            if found[row] == NO_BLOCK:
-                if stop_at_miss:
-                    return row
-                steady = 0
-            elif row and found[row] - found[row - 1] + 1 <= 2 and found[row] != found[row - 1]:
-                steady += 1
-            else:
-                steady = 0
+                id = find_whole(core, &key, hashes[row % RING], multiple_of)
+            if id == NO_BLOCK and stop_at_miss:
+                return row
+            found[row] = id
             row += 1
-            if steady >= STEADY and found[row - 1] - found[row - 2] == (
-                found[row - 2] - found[row - 3]
-            ):
+            # Whether it lies beside the one before: up or down by one.
+            if ((id - last + 1) & ~<block_id_t>2) != 0 or id == NO_BLOCK:
+                steady = 0
+            else:
+                steady += 1
+            last = id
+            if steady >= STEADY and id - found[row - 2] == found[row - 2] - found[row - 3]:
                 row = follow(core, digests, row_bytes, row, count, space, multiple_of, found)
+                last = found[row - 1]
                 steady = 0
                 hashed = max(hashed, row)
                 sought = max(sought, row)

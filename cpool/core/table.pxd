@@ -90,11 +90,13 @@ cdef extern from * nogil:
 
 cdef enum:
     NOWHERE = 0xFFFFFFFFFFFFFFFF    # no cell has the hash
-    BEHIND = 0xFFFFFFFFFFFFFFFE     # no cell of its home has the hash; one behind it may
     FILLED = 64                     # per cent of the cells that a new table expects to use
     MAX_FILLED = 85                 # beyond, many chunks are full, and searches grow long
     ALL_CELLS = 0xFF                # a bit for each cell of a chunk
     COUNT_BIT = 1                   # of a hash: no part of it, a bit of its chunk's count
+    # What glance() answers where it has no ref. No ref is as small.
+    UNSURE = 0
+    ABSENT = 1
     MANY = 255                      # keys passed a chunk: no longer counted, up or down
 
 
@@ -192,17 +194,19 @@ cdef inline uint64_t seek(const Table* table, hash_t hash) noexcept:
     return seek_behind(table, hash, chunk)
 
 
-cdef inline uint64_t glance(const Table* table, hash_t hash) noexcept:
-    # As seek(), but looks at the home alone. Where a search would go on behind it, asks for the
-    # next chunk and answers BEHIND.
+cdef inline ref_t glance(const Table* table, hash_t hash) noexcept:
+    # What a search for the hash will most likely find, from its home alone: a ref, or ABSENT if
+    # no cell has the hash. Anything else (see UNSURE) is for seek() to say; the chunk that it
+    # will read next is asked for.
     cdef uint64_t chunk = home(table, hash)
-    cdef uint32_t found = matches(&table.chunks[chunk], hash)
+    cdef uint32_t found = equal_words(table.chunks[chunk].hashes, hash, COUNT_BIT)
     if found:
-        return chunk * CHUNK_CELLS + lowest_bit(found)
+        # An EMPTY cell may have it, too: UNSURE.
+        return table.chunks[chunk].refs[lowest_bit(found)]
     if num_passed(&table.chunks[chunk]):
         memory.prefetch(&table.chunks[next_chunk(table, chunk)])
-        return BEHIND
-    return NOWHERE
+        return UNSURE
+    return ABSENT
 
 
 cdef inline uint64_t seek_next(const Table* table, hash_t hash, uint64_t place) noexcept:
@@ -242,6 +246,8 @@ cdef inline void remove_at(Table* table, uint64_t place) noexcept:
     cdef uint64_t chunk = home(table, hash_at(stood_in, place % CHUNK_CELLS))
     cdef uint32_t count
     stood_in.refs[place % CHUNK_CELLS] = 0
+    # Of another home now, so that a glance is not led here.
+    stood_in.hashes[place % CHUNK_CELLS] ^= ~<hash_t>COUNT_BIT
     table.num_used -= 1
     while chunk != place // CHUNK_CELLS:
         count = num_passed(&table.chunks[chunk])

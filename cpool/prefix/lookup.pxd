@@ -116,7 +116,6 @@ cdef inline void fetch_row(const Query* query, size_t row) noexcept:
 cdef inline void fetch_probe(const Query* query, uint32_t group, size_t row, int stage) noexcept:
     cdef Key key
     cdef hash_t hash
-    cdef uint64_t place
     if stage == ROWS:
         fetch_row(query, row)
         return
@@ -128,9 +127,7 @@ cdef inline void fetch_probe(const Query* query, uint32_t group, size_t row, int
     if stage == CELLS:
         table.prefetch(&query.core.table, hash)
         return
-    place = table.glance(&query.core.table, hash)
-    if place < table.BEHIND:
-        batches.prefetch_holder(query.core, table.ref_at(&query.core.table, place))
+    batches.prefetch_holder(query.core, table.glance(&query.core.table, hash))
 
 
 cdef inline void fetch_probes(const Query* query, uint64_t max_tokens, int stage) noexcept:
