@@ -138,13 +138,12 @@ def full_pool(aged):
     return pool, hashes[used - NUM_BLOCKS + 1 : used]
 
 
-def look_up(find_missing):
-    pool, hashes = full_pool(aged=True)
+def look_up(pick, aged=True):
+    """Look up what `pick` makes of the hashes in the pool: rng, hashes -> 50,000 hashes."""
+    pool, hashes = full_pool(aged)
     rng = random.Random(4)
     while True:
-        chosen = rng.sample(hashes, 50_000)
-        if find_missing:
-            chosen = make_hashes(50_000, rng.random())
+        chosen = pick(rng, hashes)
 
         # As vLLM's managers do, keep the blocks and drop the list around each of them: with
         # all those lists alive half of the time would be the garbage collector's.
@@ -159,8 +158,28 @@ def look_up(find_missing):
         yield [nanoseconds], len(chosen), ids_of(found)
 
 
-case("hit", "get_cached_block, hit, random")(lambda: look_up(False))
-case("miss", "get_cached_block, miss")(lambda: look_up(True))
+def some(rng, hashes):
+    return rng.sample(hashes, 50_000)
+
+
+def successive(rng, hashes):
+    start = rng.randrange(len(hashes) - 50_000)
+    return hashes[start : start + 50_000]
+
+
+def unknown(rng, hashes):
+    return make_hashes(50_000, rng.random())
+
+
+case("hit", "get_cached_block, hit, random")(lambda: look_up(some))
+case("hit_aged", "get_cached_block, hit, one request after the other, aged")(
+    lambda: look_up(successive)
+)
+case("hit_fresh", "get_cached_block, hit, one request after the other, fresh")(
+    lambda: look_up(successive, aged=False)
+)
+case("miss", "get_cached_block, miss, aged")(lambda: look_up(unknown))
+case("miss_fresh", "get_cached_block, miss, fresh")(lambda: look_up(unknown, aged=False))
 
 
 def allocate(aged):
