@@ -9,14 +9,18 @@ what no prompt needs holds other keys. A *new* lookup is that of a request which
 hashes were just written, but the pool has not seen the prompt for many prompts. For an *old* one,
 of a request that waited, neither was touched for as long. A *warm* one is repeated. *Scattered*:
 no two blocks of a prompt lie side by side; *in order*: as a pool hands them out that has not been
-mixed up, or that got back whole requests. Runs alternate between the two sides; medians and the
-best are given, in CPU time of the thread, so that neighbours on the machine disturb less. Both
-sides must find the same tokens.
+mixed up, or that got back whole requests.
+
+The two sides take turns. Before each cold one the processor's caches are filled with something
+else, then all prompts are looked up; with --by-call one prompt, so that the page tables and the
+code are cold, too. Medians, the middle half and the best are given, in CPU time of the thread, so
+that neighbours on the machine disturb less. Both sides must find the same tokens.
 """
 
 import argparse
+from collections.abc import Iterable, Iterator
 from itertools import pairwise, product
-from statistics import median
+from statistics import median, quantiles
 from time import thread_time_ns
 
 import numpy as np
@@ -29,6 +33,7 @@ UNIT = 16
 WIDE = 1600
 NUM_ROWS = NUM_TOKENS // UNIT
 HASH_BYTES = 32
+ELSEWHERE = np.zeros(16 << 20)  # 128 MiB: more than the caches hold
 
 
 def clock_ns() -> int:
@@ -156,9 +161,7 @@ class Stock:
             hashes = other_hashes(len(others), group)
             for block_id, row in zip(others.tolist(), hashes, strict=True):
                 key = make_block_hash_with_group_id(row.tobytes(), group)
-                pool._insert_block_hash(
-                    key, pool.blocks[block_id], model.groups[group].block_size
-                )
+                pool._insert_block_hash(key, pool.blocks[block_id], model.groups[group].block_size)
 
         self.lookup = manager.coordinator.find_longest_cache_hit
 
@@ -180,22 +183,31 @@ def timed(world: Ours | Stock, prompt: int, expected: int) -> float:
     return seconds
 
 
+def turns(args: argparse.Namespace, sides: Iterable[str]) -> Iterator[tuple[str, range, str]]:
+    """Of the cold lookups: (state, prompts, side), in their order."""
+    for _, state in product(range(args.turns), ("new", "old")):
+        size = 1 if args.by_call else args.prompts
+        for first, side in product(range(0, args.prompts, size), sides):
+            yield state, range(first, first + size), side
+
+
 def measure(model: Model, sides: dict[str, type], args: argparse.Namespace) -> None:
     rng = np.random.default_rng(0)
-    prompts = [
+    hashes = [
         rng.integers(0, 256, (NUM_ROWS, HASH_BYTES), dtype=np.uint8) for _ in range(args.prompts)
     ]
     in_order = np.arange(1, args.blocks)
     orders = {"scattered": np.random.default_rng(1).permutation(in_order), "in order": in_order}
     print(f"{model.name}: {model.expected:,} of {NUM_TOKENS:,} tokens hit")
     for placing, order in orders.items():
-        worlds = {name: side(model, prompts, order) for name, side in sides.items()}
+        worlds = {name: side(model, hashes, order) for name, side in sides.items()}
         times: dict[tuple[str, str], list[float]] = {}
-        for state, prompt in product(("new", "old"), range(args.prompts)):
-            for name, world in worlds.items():
+        for state, prompts, name in turns(args, worlds):
+            ELSEWHERE[:] += 1
+            for prompt in prompts:
                 if state == "new":
-                    world.read_hashes(prompt)
-                seconds = timed(world, prompt, model.expected)
+                    worlds[name].read_hashes(prompt)
+                seconds = timed(worlds[name], prompt, model.expected)
                 times.setdefault((state, name), []).append(seconds)
         for _ in range(args.repeats):
             for name, world in worlds.items():
@@ -204,9 +216,11 @@ def measure(model: Model, sides: dict[str, type], args: argparse.Namespace) -> N
                 times.setdefault(("warm", name), []).append(seconds)
         for (state, name), values in times.items():
             rate = NUM_ROWS / median(values) / 1e6
+            low, _, high = quantiles(values, n=4)
             line = (
-                f"  {placing:9}  {state}  {name:5}  median {median(values) * 1e6:9.1f} us"
-                f"  best {min(values) * 1e6:9.1f} us  {rate:7.2f} M boundaries/s"
+                f"  {placing:9}  {state:4}  {name:5}  median {median(values) * 1e6:8.1f} us"
+                f" ({low * 1e6:.1f}-{high * 1e6:.1f})  best {min(values) * 1e6:8.1f} us"
+                f"  {rate:7.2f} M boundaries/s"
             )
             if name != "cpool":
                 ratio = median(values) / median(times[state, "cpool"])
@@ -219,6 +233,8 @@ def main() -> None:
     parser.add_argument("--against-vllm", action="store_true", help="measure vLLM's too")
     parser.add_argument("--blocks", type=int, default=1_000_000, help="blocks of each pool")
     parser.add_argument("--prompts", type=int, default=24, help="resident prompts")
+    parser.add_argument("--turns", type=int, default=5, help="of each side, over all prompts")
+    parser.add_argument("--by-call", action="store_true", help="take turns after every call")
     parser.add_argument("--repeats", type=int, default=60, help="warm lookups")
     args = parser.parse_args()
     sides: dict[str, type] = {"cpool": Ours}
