@@ -163,7 +163,7 @@ def test_every_lookup_is_that_of_a_cache_without_a_past(groups):
             ids.tolist() for ids in fresh.block_ids
         ]
         known = [block if block >= 0 else None for block in pool.find_ids(hashes, 0).tolist()]
-        run = (known + [None]).index(None)
+        run = [*known, None].index(None)
         assert pool.find_prefix_ids(hashes, 0).tolist() == known[:run]
         hits += found.num_tokens > UNIT
     assert hits > 50
