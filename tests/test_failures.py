@@ -4,6 +4,7 @@
 Needs a debug build (CPOOL_DEBUG=1), whose memory layer can be told to fail.
 """
 
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -257,6 +258,24 @@ def test_the_operations_that_must_grow_the_table_do() -> None:
         before = pool.table_stats()["num_cells"]
         operation(pool)
         assert pool.table_stats()["num_cells"] > before
+
+
+@pytest.mark.parametrize("number", [1, 2])  # The table itself; what it is filled with.
+def test_a_table_that_could_not_grow_leaves_no_memory_behind(number: int) -> None:
+    build, operation = OPERATIONS["a key that makes the table grow"]
+    pool = build()
+    sizes = []
+    tracemalloc.start()
+    try:
+        for _ in range(50):
+            testing.fail_allocation(number)
+            with pytest.raises(MemoryError):
+                operation(pool)
+            sizes.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        testing.fail_allocation(0)
+        tracemalloc.stop()
+    assert sizes[-1] - sizes[10] < 20_000  # Of 40 tables each has some thousand bytes.
 
 
 def test_a_pool_that_cannot_be_built_leaves_nothing_behind() -> None:
