@@ -65,6 +65,20 @@ def test_more_keys_pass_a_chunk_than_it_can_count(count):
     pool.check_consistency()
 
 
+def test_a_search_ends_where_it_began_though_every_chunk_was_passed_too_often():
+    count = 400
+    pool = BlockPool(count + 1, True, UNIT)
+    for start in range(0, 1 << 32, 1 << 28):  # 255 passed each of the 18 chunks from there on
+        keys = [digest(start, i) for i in range(count)]
+        pool.cache_full_ids(range(1, count + 1), keys, 0, UNIT)
+        pool.evict_ids(range(1, count + 1))
+    assert pool.table_stats()["num_cells"] < 16 * 8 * 18
+    pool.cache_full_ids([1], [digest(SOME_HASH)], 0, UNIT)
+    asked = [digest(SOME_HASH), digest(SOME_HASH, 1), digest(0)]
+    assert pool.find_ids(asked, 0).tolist() == [1, -1, -1]
+    assert pool.find_prefix_ids(asked, 0).tolist() == [1]
+
+
 def test_a_table_grows_while_its_chunks_count_who_passed():
     pool = BlockPool(65, True, UNIT)
     pool.cache_full_ids(range(1, 65), alike(64), 0, 2 * UNIT)

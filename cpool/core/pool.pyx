@@ -421,7 +421,8 @@ if CPOOL_DEBUG:
         def narrow_hash(uint32_t mask):
             """Keys hash to as many values as ``mask`` allows; 2**32 - 1: to all.
 
-            Set it while no pool holds a key.
+            Set it while no pool holds a key. Other modules, of which `PrefixCache` is one, do not
+            hear of it: they look up as if nothing were narrowed.
             """
             keys.hash_mask = mask
 
