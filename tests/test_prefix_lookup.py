@@ -215,6 +215,19 @@ def test_an_empty_pool_and_an_empty_prompt_have_no_hit():
     assert world.cache.lookup(world.hashes, 0).num_tokens == 0
 
 
+@pytest.mark.parametrize("hash_block_size", [UNIT // 2, 2 * UNIT])
+def test_hashes_of_another_size_are_refused(hash_block_size):
+    pool = BlockPool(50, True, hash_block_size)
+    cache = PrefixCache(pool, [FullAttention(hash_block_size)])
+    hashes = hash_tokens(prompt(40), UNIT)
+    message = f"are 4 tokens apart; the pool's hash_block_size is {hash_block_size}"
+    with pytest.raises(ValueError, match=message):
+        cache.lookup(hashes)
+    with pytest.raises(ValueError, match=message):
+        cache.reach(hashes, 0, 8)
+    assert cache.lookup(hash_tokens(prompt(40), hash_block_size)).num_tokens == 0
+
+
 @pytest.mark.parametrize(
     ("groups", "match", "message"),
     [

@@ -36,6 +36,7 @@ import time
 
 import numpy as np
 
+from cpool.hashing import BlockHashes
 from cpool.prefix.explain import PartialTail, explain
 from cpool.prefix.groups import ChunkedLocal, FullAttention, Mamba, SlidingWindow, plan, window_of
 
@@ -218,8 +219,11 @@ cdef class PrefixCache:
 
         Returns:
             A `PrefixMatch`, of 0 tokens when nothing is found.
+
+        Raises:
+            ValueError: `BlockHashes` of another number of tokens than ``hash_block_size``.
         """
-        cdef HashBatch batch = read_hashes(hashes, -1, self.pool.hash_width)
+        cdef HashBatch batch = self.read_rows(hashes)
         cdef uint64_t unit = self.pool.hash_block_size
         cdef uint64_t covered = batch.count * unit
         cdef uint64_t limit = covered
@@ -229,6 +233,15 @@ cdef class PrefixCache:
                 read_tokens(max_tokens, "max_tokens", 0, MAX_NUM_TOKENS), covered + unit - 1
             )
         return self.find(hashes, batch, limit)
+
+    cdef HashBatch read_rows(self, object hashes):
+        # Rows cannot tell how many tokens they are apart, but who made them may know.
+        if type(hashes) is BlockHashes and hashes.hash_block_size != self.pool.hash_block_size:
+            raise ValueError(
+                f"the hashes are {hashes.hash_block_size} tokens apart; the pool's "
+                f"hash_block_size is {self.pool.hash_block_size}"
+            )
+        return read_hashes(hashes, -1, self.pool.hash_width)
 
     cdef void ask(self, Query* query, HashBatch batch) noexcept:
         # All but what the pool may still change: spaces, and what is found.
@@ -292,7 +305,7 @@ cdef class PrefixCache:
         cdef GroupSet alone
         cdef Hit hit
         cdef Query query
-        cdef HashBatch batch = read_hashes(hashes, -1, self.pool.hash_width)
+        cdef HashBatch batch = self.read_rows(hashes)
         cdef uint64_t limit
         cdef uint32_t g = read_tokens(
             kv_cache_group_id, "kv_cache_group_id", 0, self.num_groups - 1
