@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys whose table hash is chosen: the random words are zeros here, in any build."""
+"""Keys whose table hash is chosen: many in one line, many lines passed, neighbours alike."""
 
-import os
-
-import numpy as np
 import pytest
 
 from cpool import BlockPool
 from cpool.prefix import FullAttention, PrefixCache
+from tests.chosen_hashes import digest, take_random_words_away
 
 UNIT = 4
 SOME_HASH = 0x12345678
@@ -15,12 +13,7 @@ SOME_HASH = 0x12345678
 
 @pytest.fixture(autouse=True)
 def no_random_words(monkeypatch):
-    monkeypatch.setattr(os, "urandom", bytes)
-
-
-def digest(table_hash, number=0):
-    """32 bytes; whatever ``number`` is, its product is with 0."""
-    return np.array([table_hash << 32, 1, number, 0], np.uint64).tobytes()
+    take_random_words_away(monkeypatch)
 
 
 def alike(count, first=0):

@@ -6,7 +6,7 @@
 # ahead of the next: a stage asks for the memory that the next one reads. A key passes all
 # stages in order, and the last stages of all keys run in the order of the batch, as if they
 # were alone; what a stage saw before is only ever used as a hint of what to fetch.
-from cpool.core cimport blocks, registry, reverse_index, shared_keys, table
+from cpool.core cimport blocks, cells, registry, reverse_index, shared_keys, table
 from cpool.core.keys cimport Key, hash_key
 from cpool.core.memory cimport prefetch, prefetch_write
 from cpool.core.registry cimport Core, Holder
@@ -118,7 +118,7 @@ cdef inline size_t find_batch(
             key.digest = digests + row * row_bytes
             ref = refs[row % RING]
             id = ref & INDEX_MASK
-            if ref == table.ABSENT:
+            if ref == cells.ABSENT:
                 id = NO_BLOCK
             elif (ref & ~<ref_t>INDEX_MASK) == PRIMARY and (
                 registry.is_own_key(core, id, &key, width)
@@ -200,7 +200,7 @@ cdef inline bint register_row(Core* core, Registrations* batch, size_t row) noex
     key.space = batch.space
     key.digest = batch.rows + row * batch.row_bytes
     if core.blocks.keys[id].space == 0 and reverse_index.first(&core.index, id) == NO_RECORD:
-        if table.seek(&core.table, hash) == table.NOWHERE:
+        if table.seek(&core.table, hash) == cells.NOWHERE:
             # A new key for a block without one: most are.
             registry.write_primary(core, id, &key, 0, <uint32_t>batch.ends[row])
             registry.add_cell(core, registry.primary(id), hash)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Every invariant, written once. Raises AssertionError, which means a bug of ours (or counts
 # and links that were written from outside); changes nothing.
-from cpool.core cimport blocks, memory, registry, reverse_index, shared_keys, table
+from cpool.core cimport blocks, cells, memory, registry, reverse_index, shared_keys, table
+from cpool.core.cells cimport CHUNK_CELLS
 from cpool.core.keys cimport Key
 from cpool.core.registry cimport Core, Holder
 from cpool.core.types cimport (
@@ -56,33 +57,56 @@ cdef inline int check_queue(const Core* core) except -1:
 cdef inline int check_table(const Core* core) except -1:
     # Used cells are counted, and so is each key in every chunk that it had to pass (behind MANY,
     # nobody counts). Every cell names a holder whose key hashes to it.
+    cdef const table.Table* t = &core.table
+    cdef uint64_t used = check_cells(core, &t.cells) + check_cells(core, &t.leaving)
+    require(used == t.num_used, f"{used} cells used, {t.num_used} counted")
+    if t.leaving.chunks == NULL:
+        require(
+            not table.exists(t) or t.moved == table.ALL_HASHES,
+            f"keys with hashes from {t.moved} on are in cells that do not exist",
+        )
+    else:
+        require(t.num_moved < t.leaving.num_chunks, "nothing is left to leave, and is kept")
+        require(
+            t.moved == cells.first_hash(&t.leaving, t.num_moved),
+            f"{t.num_moved} chunks left, hashes below {t.moved} moved",
+        )
+    return 0
+
+
+cdef inline uint64_t check_cells(const Core* core, const cells.Cells* c) except <uint64_t>-1:
+    # Returns how many are used.
     cdef uint64_t i, passed, used = 0
     cdef uint32_t cell
-    cdef const table.Table* t = &core.table
+    cdef hash_t hash
     cdef list counted
-    if t.chunks == NULL:
-        require(t.num_used == 0 and t.num_chunks == 0, "cells are counted that do not exist")
+    if c.chunks == NULL:
+        require(c.num_chunks == 0, "chunks are counted that do not exist")
         return 0
-    counted = [0] * t.num_chunks
-    for i in range(t.num_chunks):
-        for cell in range(table.CHUNK_CELLS):
-            if t.chunks[i].refs[cell] == 0:
+    counted = [0] * c.num_chunks
+    for i in range(c.num_chunks):
+        for cell in range(CHUNK_CELLS):
+            if c.chunks[i].refs[cell] == 0:
                 continue
             used += 1
-            passed = table.home(t, table.hash_at(&t.chunks[i], cell))
+            hash = cells.hash_at(&c.chunks[i], cell)
+            require(
+                table.cells_of(&core.table, hash) == c,
+                f"hash {hash} is where those below {core.table.moved} should not be, or the others",
+            )
+            passed = cells.home(c, hash)
             while passed != i:
                 counted[passed] += 1
-                passed = table.next_chunk(t, passed)
-            check_cell(core, table.hash_at(&t.chunks[i], cell), t.chunks[i].refs[cell])
-    for i in range(t.num_chunks):
-        passed = table.num_passed(&t.chunks[i])
+                passed = cells.next_chunk(c, passed)
+            check_cell(core, hash, c.chunks[i].refs[cell])
+    for i in range(c.num_chunks):
+        passed = cells.num_passed(&c.chunks[i])
         require(
-            passed == counted[i] or passed == table.MANY,
+            passed == counted[i] or passed == cells.MANY,
             f"{counted[i]} keys passed chunk {i}, {passed} counted",
         )
-    require(used == t.num_used, f"{used} cells used, {t.num_used} counted")
-    require(used < table.num_cells(t), "no cell is EMPTY")
-    return 0
+    require(used < cells.num_cells(c), "no cell is EMPTY")
+    return used
 
 
 cdef inline int check_cell(const Core* core, hash_t hash, ref_t ref) except -1:

@@ -41,11 +41,23 @@ cdef extern from * nogil:
         if (end > start) madvise((void *)start, end - start, MADV_HUGEPAGE);
     #endif
     }
+
+    /* The pages that lie in the range whole go back to the system, and read as zeros if they are
+       used again; where there is no such call, they stay as they are. */
+    static inline void cpool_give_back_pages(void *data, size_t nbytes) {
+    #if defined(__linux__) && defined(MADV_DONTNEED)
+        uintptr_t page = 4096;
+        uintptr_t start = ((uintptr_t)data + page - 1) & ~(page - 1);
+        uintptr_t end = ((uintptr_t)data + nbytes) & ~(page - 1);
+        if (end > start) madvise((void *)start, end - start, MADV_DONTNEED);
+    #endif
+    }
     """
     void prefetch "cpool_prefetch"(const void* address) noexcept
     void prefetch_write "cpool_prefetch_write"(const void* address) noexcept
     bint refuses_allocation "cpool_refuses_allocation"() noexcept
     void advise_huge "cpool_advise_huge"(void* data, size_t nbytes) noexcept
+    void give_back_pages "cpool_give_back_pages"(void* data, size_t nbytes) noexcept
     long num_allocations "cpool_num_allocations"
     long fail_countdown "cpool_fail_countdown"
 

@@ -12,7 +12,7 @@ class would corrupt itself (double free, negative count, foreign id) this one ra
 cimport cython
 cimport numpy
 from cpool.core cimport (
-    batches, check, free_queue, guess, handle_map, keys, memory, msgpack, parents, registry,
+    batches, cells, check, free_queue, guess, handle_map, keys, memory, msgpack, parents, registry,
     reverse_index, shared_keys, table, table_stats,
 )
 from cpool.core.blocks cimport PrimaryKey, digest_slot

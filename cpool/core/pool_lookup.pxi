@@ -120,6 +120,7 @@ cdef class _PoolLookup(_PoolEvents):
         """
         cdef Key key
         cdef Holder holder
+        cdef hash_t hash
         cdef uint64_t place
         cdef Py_ssize_t width
         cdef uint32_t group_id
@@ -134,12 +135,13 @@ cdef class _PoolLookup(_PoolEvents):
             # list meanwhile; only then it reads the digest and the handle.
             group_id = read_group((<list>kv_cache_group_ids)[0])
             key.space = registry.find_space(&self.core, group_id, <uint32_t>width)
-            if key.space == 0 or self.core.table.chunks == NULL:
+            if key.space == 0 or not table.exists(&self.core.table):
                 return None
-            place = table.seek(&self.core.table, registry.hash_of(&self.core, &key))
-            if place == table.NOWHERE:
+            hash = registry.hash_of(&self.core, &key)
+            place = table.seek(&self.core.table, hash)
+            if place == cells.NOWHERE:
                 return None
-            self.prefetch_answer(table.ref_at(&self.core.table, place))
+            self.prefetch_answer(table.ref_at(&self.core.table, hash, place))
             found = PyList_New(1)
             block = None
             # From the start: a collection for the list may have run anything.
@@ -184,7 +186,7 @@ cdef class _PoolLookup(_PoolEvents):
         cdef size_t i
         self.check_batch_width(batch)
         space = registry.find_space(&self.core, group_id, batch.width)
-        if space == 0 or count == 0 or self.core.table.chunks == NULL:
+        if space == 0 or count == 0 or not table.exists(&self.core.table):
             if prefix:
                 return new_array(0, numpy.NPY_UINT32)
             found = new_array(count, numpy.NPY_INT64)
@@ -260,7 +262,7 @@ cdef class _PoolLookup(_PoolEvents):
             buffer = make_buffer(count)
             buffers.append(buffer)
             space = registry.find_space(&self.core, read_group(group), batch.width)
-            if space == 0 or self.core.table.chunks == NULL:
+            if space == 0 or not table.exists(&self.core.table):
                 count = 0
             if count:
                 count = self.find_prefix(batch, count, space, buffer.ids)

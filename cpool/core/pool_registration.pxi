@@ -450,7 +450,7 @@ cdef class _PoolRegistration(_PoolAllocation):
         for parent in parents_of or ():
             low_bits(parent)
         space = registry.find_space(&self.core, group, rows.width)
-        if space and batch.count and self.core.table.chunks != NULL:
+        if space and batch.count and table.exists(&self.core.table):
             batches.find_batch(
                 &self.core, rows.rows, rows.row_bytes, batch.count, space, 0, False, found.ids
             )

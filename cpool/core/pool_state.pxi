@@ -438,12 +438,14 @@ cdef class _PoolState:
 
         Returns:
             Dict with ``num_cells``, ``num_used``, ``mean_distance`` and ``max_distance``
-            (cache lines of eight cells between a key's home and its place) and ``max_run``
-            (full lines in a row).
+            (cache lines of eight cells between a key's home and its place), ``max_run``
+            (full lines in a row) and ``num_leaving``: cells of a smaller array which is kept,
+            while the table grows, until all its keys have moved.
         """
         cdef table_stats.TableStats stats = table_stats.stats_of(&self.core.table)
         return {
-            "num_cells": table.num_cells(&self.core.table),
+            "num_cells": cells.num_cells(&self.core.table.cells),
+            "num_leaving": cells.num_cells(&self.core.table.leaving),
             "num_used": self.core.table.num_used,
             "mean_distance": stats.total_distance / max(self.core.table.num_used, 1.0),
             "max_distance": stats.max_distance,

@@ -11,7 +11,9 @@
 #
 # Functions that return int may fail and then have changed nothing; all others can't fail once
 # reserve() was called for the registrations that they add.
-from cpool.core cimport blocks, free_queue, keys, memory, reverse_index, shared_keys, table
+from cpool.core cimport (
+    blocks, cells, free_queue, keys, memory, reverse_index, shared_keys, table,
+)
 from cpool.core.blocks cimport Blocks
 from cpool.core.free_queue cimport FreeQueue
 from cpool.core.keys cimport (
@@ -76,7 +78,7 @@ cdef inline void release(Core* core) noexcept:
 
 cdef inline size_t nbytes(const Core* core) noexcept:
     return (
-        blocks.nbytes(&core.blocks) + core.table.array.nbytes + shared_keys.nbytes(&core.shared)
+        blocks.nbytes(&core.blocks) + table.nbytes(&core.table) + shared_keys.nbytes(&core.shared)
         + reverse_index.nbytes(&core.index) + core.spaces_array.nbytes
     )
 
@@ -263,11 +265,11 @@ cdef inline ref_t find(
 ) noexcept:
     # What the key's cell says, its place and the key's first holder; 0 if nobody holds it.
     cdef ref_t ref
-    if core.table.chunks == NULL:
+    if not table.exists(&core.table):
         return 0
     place[0] = table.seek(&core.table, hash)
-    while place[0] != table.NOWHERE:
-        ref = table.ref_at(&core.table, place[0])
+    while place[0] != cells.NOWHERE:
+        ref = table.ref_at(&core.table, hash, place[0])
         if names(core, ref, key, holder):
             return ref
         place[0] = table.seek_next(&core.table, hash, place[0])
@@ -445,7 +447,7 @@ cdef inline void attach(
     )
     join_shared(core, shared_id, other)
     join_shared(core, shared_id, holder)
-    table.set_ref_at(&core.table, place, <ref_t>SHARED | shared_id)
+    table.set_ref_at(&core.table, hash, place, <ref_t>SHARED | shared_id)
 
 
 cdef inline void unlink(Core* core, Holder holder) noexcept:
@@ -462,7 +464,7 @@ cdef inline void unlink_hashed(Core* core, Holder holder, hash_t hash) noexcept:
     cdef uint32_t width = core.spaces[key.space].width
     core.num_registrations -= 1
     if not space & SHARED_FLAG:
-        table.remove_at(&core.table, table.find_cell(&core.table, hash, ref_of(holder)))
+        table.remove_at(&core.table, hash, table.find_cell(&core.table, hash, ref_of(holder)))
         return
     id = member_of(core, holder)
     shared_id = shared_keys.member(&core.shared, id).key
@@ -478,7 +480,8 @@ cdef inline void unlink_hashed(Core* core, Holder holder, hash_t hash) noexcept:
     memcpy(slot_of(core, heir), key.digest, width)
     set_flagged_space(core, heir, flagged_space(core, heir) & ~<space_t>SHARED_FLAG)
     table.set_ref_at(
-        &core.table, table.find_cell(&core.table, hash, <ref_t>SHARED | shared_id), ref_of(heir)
+        &core.table, hash, table.find_cell(&core.table, hash, <ref_t>SHARED | shared_id),
+        ref_of(heir),
     )
     shared_keys.remove(&core.shared, id)
     memory.give_back(&core.shared.keys, shared_id)

@@ -109,11 +109,18 @@ cdef void save_parents(const Core* core, const Parents* of, uint64_t* saved) noe
 
 cdef void save_copies(const Core* core, const uint32_t* numbers, uint32_t* copies) noexcept:
     # Every used cell that names a shared key, and the members behind it.
+    copies = save_copies_of(core, &core.table.cells, numbers, copies)
+    save_copies_of(core, &core.table.leaving, numbers, copies)
+
+
+cdef uint32_t* save_copies_of(
+    const Core* core, const cells.Cells* of, const uint32_t* numbers, uint32_t* copies
+) noexcept:
     cdef uint64_t place
     cdef ref_t ref
     cdef record_id_t id
-    for place in range(table.num_cells(&core.table)):
-        ref = table.ref_at(&core.table, place)
+    for place in range(cells.num_cells(of)):
+        ref = cells.ref_at(of, place)
         if (ref & ~<ref_t>INDEX_MASK) != <ref_t>SHARED:     # an EMPTY cell's neither
             continue
         copies[0] = shared_keys.key(&core.shared, ref & INDEX_MASK).num_members
@@ -123,6 +130,7 @@ cdef void save_copies(const Core* core, const uint32_t* numbers, uint32_t* copie
             copies[0] = numbers[id]
             copies += 1
             id = shared_keys.member(&core.shared, id).next
+    return copies
 
 
 cdef int refuse_unsavable(const Core* core) except -1:

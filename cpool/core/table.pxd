@@ -1,328 +1,198 @@
 # SPDX-License-Identifier: Apache-2.0
-# The table: hash -> one word that says who holds the key. Open addressing, a cache line at a time.
+# The table: hash -> one word that says who holds the key. It grows a little at a time.
 #
-# A *chunk* is one cache line: the hashes of eight cells, then their refs. The home of a hash is
-# the chunk hash * num_chunks >> 32. A key is in its home, or, if that was full, in the next chunk
-# that was not: linear probing, with chunks for cells. Eight hashes are compared at once, so a
-# search hardly ever branches on what nobody can guess: how far from its home a key stands.
+# The keys are in `cells`. When these get too full, a larger array takes their name, and the old
+# one becomes `leaving`: each registration that is then made room for moves the keys of a few
+# chunks, lowest hashes first. One number, `moved`, tells at any time which array a key is in: a
+# look-up reads as many lines as ever, no call waits for all keys to move, and the kernel clears
+# the new pages one after the other.
 #
-#   - Each chunk counts the keys that had to pass it. A search, hit or miss, ends where nobody
-#     passed: most often it reads one line. The count is in the line, too: hashes are even, and
-#     the lowest bits of the eight hashes, used or not, are its bits.
-#   - A remove empties the cell and counts back: no tombstones, no key moves, and a search does
-#     not grow longer with age.
-#   - A rehash reads no key, and homes rise with hashes: one pass over both arrays.
-#   - Any size will do, not only powers of two.
-#
-# A ref of 0 is EMPTY. Behind the last chunk comes the first. A *place* is a cell's number,
-# 8 * chunk + cell; a key keeps its place until a rehash.
+# A *place* (see cells.pxd) is in the array that the hash is in, and a key keeps it until the
+# next reserve().
 #
 # The table knows no digest, no block and no ref_cnt. Two keys may share a hash: whoever asks
 # compares the digests.
-from cpool.core cimport memory
-from cpool.core.memory cimport Array
-from cpool.core.types cimport hash_t, ref_t, uint8_t, uint32_t, uint64_t
-
-cdef extern from * nogil:
-    """
-    #include <stdint.h>
-    #ifdef __SSE2__
-    #include <emmintrin.h>
-    #endif
-
-    enum { CPOOL_CHUNK_CELLS = 8 };
-
-    typedef struct {
-        uint32_t hashes[CPOOL_CHUNK_CELLS];
-        uint32_t refs[CPOOL_CHUNK_CELLS];
-    } cpool_chunk;
-
-    /* Bit i: word i of eight, without the bits of `ignored`, equals `wanted`. */
-    static inline uint32_t cpool_equal_words(const uint32_t *words, uint32_t wanted,
-                                             uint32_t ignored) {
-    #ifdef __SSE2__
-        __m128i all = _mm_set1_epi32((int)wanted);
-        __m128i drop = _mm_set1_epi32((int)ignored);
-        __m128i low = _mm_load_si128((const __m128i *)words);
-        __m128i high = _mm_load_si128((const __m128i *)words + 1);
-        low = _mm_cmpeq_epi32(_mm_andnot_si128(drop, low), all);
-        high = _mm_cmpeq_epi32(_mm_andnot_si128(drop, high), all);
-        __m128i both = _mm_packs_epi32(low, high);
-        return (uint32_t)_mm_movemask_epi8(_mm_packs_epi16(both, _mm_setzero_si128()));
-    #else
-        uint32_t mask = 0;
-        for (int i = 0; i < CPOOL_CHUNK_CELLS; i++)
-            mask |= (uint32_t)((words[i] & ~ignored) == wanted) << i;
-        return mask;
-    #endif
-    }
-
-    /* Bit i: the lowest bit of word i of eight. */
-    static inline uint32_t cpool_lowest_bits(const uint32_t *words) {
-    #ifdef __SSE2__
-        __m128i low = _mm_slli_epi32(_mm_load_si128((const __m128i *)words), 31);
-        __m128i high = _mm_slli_epi32(_mm_load_si128((const __m128i *)words + 1), 31);
-        return (uint32_t)_mm_movemask_ps(_mm_castsi128_ps(low))
-             | (uint32_t)_mm_movemask_ps(_mm_castsi128_ps(high)) << 4;
-    #else
-        uint32_t bits = 0;
-        for (int i = 0; i < CPOOL_CHUNK_CELLS; i++) bits |= (words[i] & 1) << i;
-        return bits;
-    #endif
-    }
-
-    static inline uint32_t cpool_lowest_bit(uint32_t mask) {
-        return (uint32_t)__builtin_ctz(mask);
-    }
-    """
-    enum:
-        CHUNK_CELLS "CPOOL_CHUNK_CELLS"
-
-    ctypedef struct Chunk "cpool_chunk":
-        hash_t hashes[8]
-        ref_t refs[8]
-
-    uint32_t equal_words "cpool_equal_words"(
-        const uint32_t* words, uint32_t wanted, uint32_t ignored
-    ) noexcept
-    uint32_t lowest_bits "cpool_lowest_bits"(const uint32_t* words) noexcept
-    uint32_t lowest_bit "cpool_lowest_bit"(uint32_t mask) noexcept
+from cpool.core cimport cells, memory
+from cpool.core.cells cimport Cells, Chunk, CHUNK_CELLS
+from cpool.core.types cimport hash_t, ref_t, uint32_t, uint64_t
 
 cdef enum:
-    NOWHERE = 0xFFFFFFFFFFFFFFFF    # no cell has the hash
-    FILLED = 64                     # per cent of the cells that a new table expects to use
-    MAX_FILLED = 85                 # beyond, many chunks are full, and searches grow long
-    ALL_CELLS = 0xFF                # a bit for each cell of a chunk
-    COUNT_BIT = 1                   # of a hash: no part of it, a bit of its chunk's count
-    # What glance() answers where it has no ref. No ref is as small.
-    UNSURE = 0
-    ABSENT = 1
-    MANY = 255                      # keys passed a chunk: no longer counted, up or down
+    FILLED = 64             # per cent of the cells that a new table expects to use
+    MAX_FILLED = 85         # beyond, many chunks are full, and searches grow long
+    # Chunks to move for each key that is to come. While all leave, these are 3 % of the cells
+    # that are left, so there is room for them in either array.
+    CHUNKS_A_KEY = 4
+    STEPS = 16              # in which memory is given back that all keys have left,
+    MIN_STEP = 1024         # but so many chunks at least
+    ALL_HASHES = 0x100000000
 
 
 cdef struct Table:
-    Array array
-    Chunk* chunks           # NULL while nothing is registered
-    uint64_t num_chunks
-    uint64_t num_used       # cells
+    Cells cells
+    Cells leaving           # without chunks, unless the table grows
+    uint64_t moved          # hashes below it are in `cells`, all others in `leaving`
+    uint64_t num_moved      # chunks of `leaving` that are no home any more
+    uint64_t num_given_back     # of these, chunks whose memory is not counted
+    uint64_t num_used       # cells, in both
 
 
-cdef inline uint64_t num_cells(const Table* table) noexcept:
-    return table.num_chunks * CHUNK_CELLS
+cdef inline bint exists(const Table* table) noexcept:
+    # Not before the first key.
+    return table.cells.chunks != NULL
 
 
-cdef inline uint64_t home(const Table* table, hash_t hash) noexcept:
-    return (<uint64_t>hash * table.num_chunks) >> 32
+cdef inline size_t nbytes(const Table* table) noexcept:
+    # In use: while the table grows, neither what all keys have left nor what none has reached.
+    cdef uint64_t reached
+    if table.leaving.chunks == NULL:
+        return table.cells.array.nbytes
+    reached = cells.home(&table.cells, <hash_t>table.moved)
+    return table.leaving.array.nbytes + (reached - table.num_given_back) * sizeof(Chunk)
 
 
-cdef inline uint64_t next_chunk(const Table* table, uint64_t chunk) noexcept:
-    chunk += 1
-    return chunk if chunk < table.num_chunks else 0
-
-
-cdef inline uint32_t empty_cells(const Chunk* chunk) noexcept:
-    # Bit i: cell i is EMPTY.
-    return equal_words(chunk.refs, 0, 0)
-
-
-cdef inline uint32_t used_cells(const Chunk* chunk) noexcept:
-    # Bit i: cell i is used.
-    return empty_cells(chunk) ^ ALL_CELLS
-
-
-cdef inline uint32_t matches(const Chunk* chunk, hash_t hash) noexcept:
-    # Bit i: cell i is used and has the hash.
-    return equal_words(chunk.hashes, hash, COUNT_BIT) & used_cells(chunk)
-
-
-cdef inline uint32_t num_passed(const Chunk* chunk) noexcept:
-    # Keys that had to pass the chunk, up to MANY.
-    return lowest_bits(chunk.hashes)
-
-
-cdef inline void set_num_passed(Chunk* chunk, uint32_t count) noexcept:
-    cdef uint32_t i
-    for i in range(CHUNK_CELLS):
-        chunk.hashes[i] = (chunk.hashes[i] & ~<hash_t>COUNT_BIT) | (count >> i & 1)
-
-
-cdef inline hash_t hash_at(const Chunk* chunk, uint32_t cell) noexcept:
-    return chunk.hashes[cell] & ~<hash_t>COUNT_BIT
-
-
-cdef inline void fill(Chunk* chunk, uint32_t cell, hash_t hash, ref_t ref) noexcept:
-    chunk.hashes[cell] = hash | (chunk.hashes[cell] & COUNT_BIT)
-    chunk.refs[cell] = ref
+cdef inline const Cells* cells_of(const Table* table, hash_t hash) noexcept:
+    # Where a key with that hash is, if it is.
+    return &table.cells if hash < table.moved else &table.leaving
 
 
 cdef inline void prefetch(const Table* table, hash_t hash) noexcept:
-    memory.prefetch(&table.chunks[home(table, hash)])
+    cells.prefetch(cells_of(table, hash), hash)
 
 
 cdef inline void prefetch_write(const Table* table, hash_t hash) noexcept:
-    memory.prefetch_write(&table.chunks[home(table, hash)])
+    cells.prefetch_write(cells_of(table, hash), hash)
 
 
-cdef inline ref_t ref_at(const Table* table, uint64_t place) noexcept:
-    return table.chunks[place // CHUNK_CELLS].refs[place % CHUNK_CELLS]
+cdef inline ref_t ref_at(const Table* table, hash_t hash, uint64_t place) noexcept:
+    return cells.ref_at(cells_of(table, hash), place)
 
 
-cdef inline void set_ref_at(Table* table, uint64_t place, ref_t ref) noexcept:
-    table.chunks[place // CHUNK_CELLS].refs[place % CHUNK_CELLS] = ref
-
-
-cdef inline uint64_t seek_behind(const Table* table, hash_t hash, uint64_t chunk) noexcept:
-    # The first cell with that hash behind `chunk`, or NOWHERE. At most round to the home.
-    cdef uint64_t start = home(table, hash)
-    cdef uint32_t found
-    while num_passed(&table.chunks[chunk]):
-        chunk = next_chunk(table, chunk)
-        if chunk == start:
-            break
-        found = matches(&table.chunks[chunk], hash)
-        if found:
-            return chunk * CHUNK_CELLS + lowest_bit(found)
-    return NOWHERE
+cdef inline void set_ref_at(Table* table, hash_t hash, uint64_t place, ref_t ref) noexcept:
+    cells.set_ref_at(<Cells*>cells_of(table, hash), place, ref)
 
 
 cdef inline uint64_t seek(const Table* table, hash_t hash) noexcept:
-    # The first cell with that hash, or NOWHERE.
-    cdef uint64_t chunk = home(table, hash)
-    cdef uint32_t found = matches(&table.chunks[chunk], hash)
-    if found:
-        return chunk * CHUNK_CELLS + lowest_bit(found)
-    return seek_behind(table, hash, chunk)
-
-
-cdef inline ref_t glance(const Table* table, hash_t hash) noexcept:
-    # What a search for the hash will most likely find, from its home alone: a ref, or ABSENT if
-    # no cell has the hash. Anything else (see UNSURE) is for seek() to say; the chunk that it
-    # will read next is asked for.
-    cdef uint64_t chunk = home(table, hash)
-    cdef uint32_t found = equal_words(table.chunks[chunk].hashes, hash, COUNT_BIT)
-    if found:
-        # An EMPTY cell may have it, too: UNSURE.
-        return table.chunks[chunk].refs[lowest_bit(found)]
-    if num_passed(&table.chunks[chunk]):
-        memory.prefetch(&table.chunks[next_chunk(table, chunk)])
-        return UNSURE
-    return ABSENT
+    # The first place with that hash, or NOWHERE.
+    return cells.seek(cells_of(table, hash), hash)
 
 
 cdef inline uint64_t seek_next(const Table* table, hash_t hash, uint64_t place) noexcept:
-    # The next cell with that hash behind one that has it, or NOWHERE.
-    cdef uint64_t chunk = place // CHUNK_CELLS
-    cdef uint32_t found = matches(&table.chunks[chunk], hash) >> (place % CHUNK_CELLS) >> 1
-    if found:
-        return place + 1 + lowest_bit(found)
-    return seek_behind(table, hash, chunk)
+    # The next place with that hash behind one that has it, or NOWHERE.
+    return cells.seek_next(cells_of(table, hash), hash, place)
+
+
+cdef inline ref_t glance(const Table* table, hash_t hash) noexcept:
+    # As cells.glance().
+    return cells.glance(cells_of(table, hash), hash)
 
 
 cdef inline uint64_t find_cell(const Table* table, hash_t hash, ref_t ref) noexcept:
-    # The cell of (hash, ref), which must exist.
-    cdef uint64_t place = seek(table, hash)
-    while ref_at(table, place) != ref:
-        place = seek_next(table, hash, place)
-    return place
+    # The place of (hash, ref), which must exist.
+    return cells.find_cell(cells_of(table, hash), hash, ref)
 
 
 cdef inline void insert(Table* table, hash_t hash, ref_t ref) noexcept:
-    # There must be an EMPTY cell (reserve).
-    cdef uint64_t chunk = home(table, hash)
-    cdef uint32_t empty = empty_cells(&table.chunks[chunk])
-    cdef uint32_t count
-    while empty == 0:
-        count = num_passed(&table.chunks[chunk])
-        if count != MANY:
-            set_num_passed(&table.chunks[chunk], count + 1)
-        chunk = next_chunk(table, chunk)
-        empty = empty_cells(&table.chunks[chunk])
-    fill(&table.chunks[chunk], lowest_bit(empty), hash, ref)
+    # After reserve().
+    cells.insert(<Cells*>cells_of(table, hash), hash, ref)
     table.num_used += 1
 
 
-cdef inline void remove_at(Table* table, uint64_t place) noexcept:
-    cdef Chunk* stood_in = &table.chunks[place // CHUNK_CELLS]
-    cdef uint64_t chunk = home(table, hash_at(stood_in, place % CHUNK_CELLS))
-    cdef uint32_t count
-    stood_in.refs[place % CHUNK_CELLS] = 0
-    # Of another home now, so that a glance is not led here.
-    stood_in.hashes[place % CHUNK_CELLS] ^= ~<hash_t>COUNT_BIT
+cdef inline void remove_at(Table* table, hash_t hash, uint64_t place) noexcept:
+    cells.remove_at(<Cells*>cells_of(table, hash), place)
     table.num_used -= 1
-    while chunk != place // CHUNK_CELLS:
-        count = num_passed(&table.chunks[chunk])
-        if count != MANY:
-            set_num_passed(&table.chunks[chunk], count - 1)
-        chunk = next_chunk(table, chunk)
 
 
-cdef inline void take_over(Table* table, Table* old, uint8_t* filled) noexcept:
-    # All keys of `old`, which is left without any, into an empty table. First those that find
-    # room at home, where `filled`, zeros at first, counts the cells that are used: words that
-    # were just written one by one are slow to be read eight at once. Then those that have to
-    # pass.
-    cdef uint64_t i, chunk
-    cdef uint32_t cell, used
-    cdef hash_t hash
-    for i in range(old.num_chunks):
-        used = used_cells(&old.chunks[i])
-        while used:
-            cell = lowest_bit(used)
-            used &= used - 1
-            hash = hash_at(&old.chunks[i], cell)
-            chunk = home(table, hash)
-            if filled[chunk] < CHUNK_CELLS:
-                table.chunks[chunk].hashes[filled[chunk]] = hash
-                table.chunks[chunk].refs[filled[chunk]] = old.chunks[i].refs[cell]
-                filled[chunk] += 1
-                table.num_used += 1
-                old.chunks[i].refs[cell] = 0
-    for i in range(old.num_chunks):
-        used = used_cells(&old.chunks[i])
-        while used:
-            cell = lowest_bit(used)
-            used &= used - 1
-            insert(table, hash_at(&old.chunks[i], cell), old.chunks[i].refs[cell])
-
+# Growth -----------------------------------------------------------------------------------
 
 cdef inline uint64_t max_used(const Table* table) noexcept:
-    return num_cells(table) * MAX_FILLED // 100
+    return cells.num_cells(&table.cells) * MAX_FILLED // 100
 
 
-cdef inline int resize(Table* table, uint64_t wanted_cells) except -1:
-    cdef Table fresh
-    cdef Array filled
-    fresh.num_chunks = wanted_cells // CHUNK_CELLS + 1
-    fresh.num_used = 0
-    memory.allocate(&fresh.array, fresh.num_chunks, sizeof(Chunk))
-    fresh.chunks = <Chunk*>fresh.array.data
-    if table.chunks != NULL:
-        try:
-            memory.allocate(&filled, fresh.num_chunks, 1)
-        except MemoryError:
-            memory.release(&fresh.array)
-            raise
-        # Nothing below can fail.
-        take_over(&fresh, table, <uint8_t*>filled.data)
-        memory.release(&filled)
-        memory.release(&table.array)
-    table[0] = fresh
+cdef inline void move_home(Table* table) noexcept:
+    # The keys leave whose home is the next chunk of `leaving`. Those of the chunks before it have
+    # left, so these have the lowest hashes; what stands here from behind the last chunk has
+    # higher ones.
+    cdef Cells* old = &table.leaving
+    cdef uint64_t home = table.num_moved
+    cdef uint64_t at = home
+    cdef uint32_t used, cell
+    cdef hash_t hash
+    table.num_moved += 1
+    table.moved = cells.first_hash(old, table.num_moved)
+    while True:
+        used = cells.used_cells(&old.chunks[at])
+        while used:
+            cell = cells.lowest_bit(used)
+            used &= used - 1
+            hash = cells.hash_at(&old.chunks[at], cell)
+            if hash < table.moved:
+                cells.insert(&table.cells, hash, old.chunks[at].refs[cell])
+                cells.remove_at(old, at * CHUNK_CELLS + cell)
+        # Each that stands further on had to pass its home and all between.
+        if not cells.num_passed(&old.chunks[home]) or not cells.num_passed(&old.chunks[at]):
+            return
+        at = cells.next_chunk(old, at)
+        if at == home:
+            return
+
+
+cdef inline void give_back(Table* table) noexcept:
+    # Memory of chunks that are no home any more. Where keys from behind the last chunk stand in
+    # them, the first ones were passed by these; behind one that was not, all are empty.
+    cdef uint64_t first = 0
+    while first < table.num_moved and cells.num_passed(&table.leaving.chunks[first]):
+        first += 1
+    first = max(first + 1, table.num_given_back)
+    if first < table.num_moved:
+        memory.give_back_pages(
+            &table.leaving.chunks[first], (table.num_moved - first) * sizeof(Chunk)
+        )
+    table.num_given_back = table.num_moved
+
+
+cdef inline void move(Table* table, uint64_t num_chunks) noexcept:
+    # The keys of so many chunks, if the table grows and as many are left.
+    if table.leaving.chunks == NULL:
+        return
+    num_chunks = min(num_chunks, table.leaving.num_chunks - table.num_moved)
+    while num_chunks:
+        move_home(table)
+        num_chunks -= 1
+    if table.num_moved == table.leaving.num_chunks:
+        cells.release(&table.leaving)
+        table.num_given_back = 0
+        table.moved = ALL_HASHES
+    elif table.num_moved - table.num_given_back >= max(
+        MIN_STEP, table.leaving.num_chunks // STEPS
+    ):
+        give_back(table)
+
+
+cdef inline int grow(Table* table, uint64_t wanted_cells) except -1:
+    cdef Cells fresh
+    cells.allocate(&fresh, wanted_cells)
+    table.leaving = table.cells
+    table.cells = fresh
+    table.num_moved = 0
+    table.moved = ALL_HASHES if table.leaving.chunks == NULL else 0
     return 0
 
 
 cdef inline int reserve(Table* table, uint64_t num_new, uint64_t num_expected) except -1:
     # Afterwards `num_new` inserts succeed. The first call sizes the table for `num_expected`
-    # keys, so that a pool with one key a block never rehashes.
+    # keys, so that a pool with one key a block never grows it.
     cdef uint64_t needed = table.num_used + num_new
-    if table.chunks == NULL:
-        resize(table, max(needed, num_expected) * 100 // FILLED)
+    if not exists(table):
+        grow(table, max(needed, num_expected) * 100 // FILLED)
     elif needed > max_used(table):
-        resize(table, max(num_cells(table) * 11 // 10, needed * 5 // 4))
+        move(table, table.leaving.num_chunks)
+        grow(table, max(cells.num_cells(&table.cells) * 11 // 10, needed * 5 // 4))
+    move(table, num_new * CHUNKS_A_KEY)
     return 0
 
 
 cdef inline void release(Table* table) noexcept:
-    memory.release(&table.array)
-    table.chunks = NULL
-    table.num_chunks = 0
+    cells.release(&table.cells)
+    cells.release(&table.leaving)
+    table.num_given_back = 0
     table.num_used = 0
