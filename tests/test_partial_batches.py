@@ -51,8 +51,9 @@ def test_a_batch_is_its_single_registrations(options, truthful):
     assert batch.num_cached_keys == single.num_cached_keys > 0
 
 
-def test_a_key_that_an_earlier_row_takes_away_is_registered_again():
-    batch, single = make_pools(enable_kv_cache_events=True)
+@pytest.mark.parametrize("options", [{}, {"enable_kv_cache_events": True}])
+def test_a_key_that_an_earlier_row_takes_away_is_registered_again(options):
+    batch, single = make_pools(**options)
     short, long = b"s" * 32, b"l" * 32
     for pool in (batch, single):
         pool.cache_partial_id(5, short, UNIT, 0)
@@ -61,6 +62,28 @@ def test_a_key_that_an_earlier_row_takes_away_is_registered_again():
     single.cache_partial_id(5, short, UNIT, 0)
     assert len(batch.registrations(5)) == 2
     assert state(batch) == state(single)
+
+
+def test_thousands_of_keys_that_rows_before_them_take_away_come_back():
+    # Every block has a primary key and extra ones; a longer key takes all, which the next rows
+    # bring back as extra keys: what was the primary one, too, so there is one more of these.
+    num_blocks, per_block = 1200, 5
+    rng = np.random.default_rng(2)
+    pool = cpool.BlockPool(num_blocks + 1, True, UNIT)
+    ids = np.arange(1, num_blocks + 1)
+    rows = rng.integers(0, 256, (per_block, num_blocks, 32), dtype=np.uint8)
+    for held in rows:
+        pool.cache_partial_ids(ids, held, np.full(num_blocks, UNIT), 0)
+    longer = rng.integers(0, 256, (num_blocks, 32), dtype=np.uint8)
+    all_ids = np.tile(ids, per_block + 1)
+    all_rows = np.concatenate([longer, *rows])
+    ends = np.repeat([2 * UNIT] + [UNIT] * per_block, num_blocks)
+    pool.cache_partial_ids(all_ids, all_rows, ends, 0)
+    pool.check_consistency()
+    assert pool.num_registrations == (per_block + 1) * num_blocks
+    assert (pool.find_ids(all_rows, 0) == all_ids).all()
+    assert [key.is_primary for key in pool.registrations(7)] == [True] + [False] * per_block
+    assert pool.registrations(7)[0].block_hash == longer[6].tobytes()
 
 
 def test_a_repeated_batch_changes_nothing_and_emits_nothing():

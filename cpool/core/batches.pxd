@@ -11,8 +11,8 @@ from cpool.core.keys cimport Key, hash_key
 from cpool.core.memory cimport prefetch, prefetch_write
 from cpool.core.registry cimport Core, Holder
 from cpool.core.types cimport (
-    block_id_t, hash_t, ref_t, space_t, uint8_t, uint32_t, uint64_t, INDEX_MASK,
-    LOOSE_FLAG, NO_BLOCK, NO_RECORD, PRIMARY, SHARED, SHARED_FLAG,
+    block_id_t, hash_t, record_id_t, ref_t, space_t, uint8_t, uint32_t, uint64_t, INDEX_MASK,
+    LOOSE_FLAG, NO_BLOCK, NO_RECORD, NULL_BLOCK, PRIMARY, SHARED, SHARED_FLAG,
 )
 
 cdef enum:
@@ -164,6 +164,22 @@ cdef struct Registrations:
     hash_t hashes[RING]
 
 
+cdef inline void prefetch_extra(const Core* core, block_id_t id) noexcept:
+    # The first extra key of a block whose head is at hand.
+    cdef record_id_t first = reverse_index.first(&core.index, id)
+    if first != NO_RECORD:
+        prefetch_write(reverse_index.extra(&core.index, first))
+
+
+cdef inline void prefetch_old_keys(const Core* core, block_id_t id) noexcept:
+    # Of a block that is registered anew: they may have to leave.
+    cdef Key key
+    if core.blocks.keys[id].space:
+        key = registry.key_of(core, registry.primary(id))
+        table.prefetch_write(&core.table, registry.hash_of(core, &key))
+    prefetch_extra(core, id)
+
+
 cdef inline void fetch_rows(Core* core, Registrations* batch, size_t row) noexcept:
     # Once a round, both stages for the rounds ahead.
     cdef uint32_t width = core.spaces[batch.space].width
@@ -179,12 +195,15 @@ cdef inline void fetch_rows(Core* core, Registrations* batch, size_t row) noexce
         table.prefetch_write(&core.table, hash)
         prefetch_write(&core.blocks.keys[batch.ids[i]])
         prefetch_write(blocks.digest_slot(&core.blocks, batch.ids[i]))
+        if core.index.heads != NULL:
+            prefetch_write(&core.index.heads[batch.ids[i]])
         i += 1
     batch.fetched = i
     i = batch.sought
     stop = min(batch.count, row + 2 * IN_FLIGHT)
     while i < stop:
         table.glance(&core.table, batch.hashes[i % RING])
+        prefetch_old_keys(core, batch.ids[i])
         i += 1
     batch.sought = i
 
@@ -214,6 +233,44 @@ cdef inline bint register_row(Core* core, Registrations* batch, size_t row) noex
     return core.table.num_used != num_keys
 
 
+cdef inline size_t max_partials(
+    const Core* core, const Registrations* batch, const block_id_t* found
+) noexcept:
+    # How many of the partial entries may have to be registered; found[i] is who holds row i now.
+    # None that is held: unless a new one, of more tokens or the first primary key of a block with
+    # extra ones, takes these from its block.
+    cdef size_t i, num_rows = 0, num_new = 0
+    cdef bint takes_keys = False
+    cdef block_id_t id
+    for i in range(batch.count):
+        id = batch.ids[i]
+        if id == NULL_BLOCK:
+            continue
+        num_rows += 1
+        if found[i] != id:
+            num_new += 1
+            takes_keys = takes_keys or registry.is_shorter(core, id, batch.ends[i]) or (
+                not registry.has_primary(core, id)
+                and reverse_index.first(&core.index, id) != NO_RECORD
+            )
+    return num_rows if takes_keys else num_new
+
+
+cdef inline void register_partial_row(Core* core, Registrations* batch, size_t row) noexcept:
+    # After fetch_rows(). As the primary key, in the place of all others, if they cover less.
+    cdef block_id_t id = batch.ids[row]
+    cdef Key key
+    key.space = batch.space
+    key.digest = batch.rows + row * batch.row_bytes
+    if id == NULL_BLOCK or registry.holds(core, &key, id):
+        return
+    if registry.is_shorter(core, id, batch.ends[row]):
+        registry.drop_keys(core, id)
+    registry.register(
+        core, id, &key, batch.hashes[row % RING], 0, <uint32_t>batch.ends[row]
+    )
+
+
 # Eviction ---------------------------------------------------------------------------------
 
 cdef struct Evictions:
@@ -222,6 +279,7 @@ cdef struct Evictions:
     size_t count
     size_t fetched          # blocks before it have passed the first stage
     size_t hashed           # ... and the second
+    size_t walked           # ... and the third, which only extra keys need
     hash_t hashes[RING]
 
 
@@ -234,18 +292,36 @@ cdef inline void prefetch_keys(const Core* core, block_id_t block) noexcept:
 
 
 cdef inline void fetch_keys(Core* core, Evictions* batch, size_t i) noexcept:
-    # Both stages, as far as they may be ahead of block `i` of the batch. Block by block: three
+    # All stages, as far as they may be ahead of block `i` of the batch. Block by block: three
     # reads each, so a round of them at once would be more than memory takes.
     cdef Key key
+    cdef block_id_t id
     while batch.fetched < min(batch.count, i + 2 * IN_FLIGHT):
         prefetch_keys(core, batch.ids[batch.fetched])
         batch.fetched += 1
     while batch.hashed < min(batch.fetched, i + IN_FLIGHT):
-        if core.blocks.keys[batch.ids[batch.hashed]].space:
-            key = registry.key_of(core, registry.primary(batch.ids[batch.hashed]))
+        id = batch.ids[batch.hashed]
+        if core.blocks.keys[id].space:
+            key = registry.key_of(core, registry.primary(id))
             batch.hashes[batch.hashed % RING] = registry.hash_of(core, &key)
             table.prefetch_write(&core.table, batch.hashes[batch.hashed % RING])
+        prefetch_extra(core, id)
         batch.hashed += 1
+    while core.index.heads != NULL and batch.walked < min(batch.hashed, i + IN_FLIGHT // 2):
+        prefetch_extra_cells(core, batch.ids[batch.walked])
+        batch.walked += 1
+
+
+cdef inline void prefetch_extra_cells(const Core* core, block_id_t id) noexcept:
+    # What the removal of the extra keys reads, but the other members of shared ones.
+    cdef Holder holder
+    cdef Key key
+    holder.block = id
+    holder.extra = reverse_index.first(&core.index, id)
+    while holder.extra != NO_RECORD:
+        key = registry.key_of(core, holder)
+        table.prefetch_write(&core.table, registry.hash_of(core, &key))
+        holder.extra = reverse_index.extra(&core.index, holder.extra).next
 
 
 cdef inline bint has_own_key_only(const Core* core, block_id_t id) noexcept:
@@ -260,6 +336,6 @@ cdef inline void drop_own_key(Core* core, Evictions* batch, size_t i) noexcept:
     # After fetch_keys(), of a block that has_own_key_only(). Nobody registered it since: only
     # then is the hash its key's.
     cdef block_id_t id = batch.ids[i]
-    registry.unlink_hashed(core, registry.primary(id), batch.hashes[i % RING])
+    registry.unlink_alone(core, registry.primary(id), batch.hashes[i % RING])
     core.blocks.keys[id].space = 0
     core.blocks.keys[id].num_tokens = 0

@@ -235,9 +235,10 @@ cdef inline void insert(Cells* cells, hash_t hash, ref_t ref) noexcept:
     fill(&cells.chunks[chunk], lowest_bit(empty), hash, ref)
 
 
-cdef inline void remove_at(Cells* cells, uint64_t place) noexcept:
+cdef inline void remove_at(Cells* cells, hash_t hash, uint64_t place) noexcept:
+    # `place` has that hash.
     cdef Chunk* stood_in = &cells.chunks[place // CHUNK_CELLS]
-    cdef uint64_t chunk = home(cells, hash_at(stood_in, place % CHUNK_CELLS))
+    cdef uint64_t chunk = home(cells, hash)
     cdef uint32_t count
     stood_in.refs[place % CHUNK_CELLS] = 0
     # Of another home now, so that a glance is not led here.

@@ -337,6 +337,14 @@ cdef class _PoolRegistration(_PoolAllocation):
     cdef void register_logged(
         self, batches.Registrations* rows, size_t first, RegistrationLog log
     ) noexcept
+    cdef int move_run(self, block_id_t source, block_id_t target) except -1
+
+
+cdef class _PoolPartials(_PoolRegistration):
+    cdef int register_unreported(
+        self, IdBatch batch, HashBatch rows, TokenBuffer ends, uint32_t group,
+        const block_id_t* found,
+    ) except -1
     cdef tuple partial_row(
         self, size_t i, bytes digest, uint32_t group, object parent, object token_ids
     )
@@ -347,10 +355,9 @@ cdef class _PoolRegistration(_PoolAllocation):
         self, block_id_t id, bytes digest, uint64_t tokens, uint32_t group, bint replace,
         object parent, object stored, EventDetail detail, bint compact, bint is_begun=*,
     ) except -1
-    cdef int move_run(self, block_id_t source, block_id_t target) except -1
 
 
-cdef class BlockPool(_PoolRegistration):
+cdef class BlockPool(_PoolPartials):
     cdef int forget_keys(self) except -1
     cdef int finish_reset(self) except -1
     cdef dict settings(self)

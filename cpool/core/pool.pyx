@@ -24,8 +24,8 @@ from cpool.core.registry cimport Core, Holder
 from cpool.core.types cimport (
     BlockState, block_id_t, hash_t, int32_t, int64_t, record_id_t, ref_t, space_t, uint8_t,
     uint16_t, uint32_t, uint64_t, INDEX_MASK, LOOSE_FLAG, MAX_BLOCKS, MAX_HASH_BYTES,
-    MAX_NUM_TOKENS, NO_BLOCK, NO_RECORD,
-    NO_TOKENS_FLAG, NOT_QUEUED, SHARED, SHARED_FLAG, SPACE_MASK,
+    MAX_NUM_TOKENS, NO_BLOCK, NO_RECORD, NO_TOKENS_FLAG, NOT_QUEUED, NULL_BLOCK, SHARED,
+    SHARED_FLAG, SPACE_MASK,
 )
 from cpython.buffer cimport (
     Py_buffer, PyBUF_FORMAT, PyBUF_STRIDED_RO, PyBuffer_FillInfo,
@@ -64,7 +64,6 @@ cdef extern from *:
     int PyGC_Enable()
 
 cdef enum:
-    NULL_BLOCK = 0
     MAX_REF_CNT = 0x7FFFFFFF
     STEP = 1024                     # registrations that memory is reserved for at once
     SMALL_INT = 256                 # up to here Python has its integers already
@@ -136,9 +135,10 @@ include "pool_events.pxi"
 include "pool_lookup.pxi"
 include "pool_allocation.pxi"
 include "pool_registration.pxi"
+include "pool_partials.pxi"
 
 
-cdef class BlockPool(_PoolRegistration):
+cdef class BlockPool(_PoolPartials):
     """A pool of KV-cache blocks with a prefix cache.
 
     Block 0 is the null block: a placeholder that is never handed out, freed or cached.

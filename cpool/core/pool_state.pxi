@@ -331,20 +331,12 @@ cdef class _PoolState:
 
     cdef bint holds(self, block_id_t id, bytes digest, uint32_t group) except -1:
         # Whether that is the block's primary key or the table maps it to the block.
-        cdef Key key, own
-        cdef Holder holder
+        cdef Key key
         cdef uint32_t width = <uint32_t>PyBytes_GET_SIZE(digest)
         check_width(width)
         key.digest = <const uint8_t*>PyBytes_AS_STRING(digest)
         key.space = registry.find_space(&self.core, group, width)
-        if key.space == 0:
-            return False
-        own = registry.key_of(&self.core, registry.primary(id))
-        if own.space == key.space and keys.same_digest(own.digest, key.digest, width):
-            return True
-        if own.space == 0 and reverse_index.first(&self.core.index, id) == NO_RECORD:
-            return False
-        return registry.find_held_by(&self.core, &key, id, &holder)
+        return key.space != 0 and registry.holds(&self.core, &key, id)
 
     cdef bint is_resident(self, object digest, uint32_t group) except -1:
         # Whether a key is in the table; None is not.

@@ -311,6 +311,20 @@ cdef inline bint find_held_by(
     return False
 
 
+cdef inline bint holds(const Core* core, const Key* key, block_id_t block) noexcept:
+    # Whether `key`, of an existing space, is the block's primary one, though the table may not
+    # know it, or the table maps it to the block.
+    cdef Key own = key_of(core, primary(block))
+    cdef Holder holder
+    if own.space == key.space and same_digest(
+        own.digest, key.digest, core.spaces[key.space].width
+    ):
+        return True
+    if own.space == 0 and reverse_index.first(&core.index, block) == NO_RECORD:
+        return False
+    return find_held_by(core, key, block, &holder)
+
+
 cdef inline bint covers_multiple(const Core* core, Holder holder, uint32_t tokens) noexcept:
     cdef uint32_t covered = num_tokens_of(core, holder)     # 0 with NO_TOKENS_FLAG
     return covered != 0 and covered % tokens == 0
@@ -455,6 +469,12 @@ cdef inline void unlink(Core* core, Holder holder) noexcept:
     unlink_hashed(core, holder, hash_of(core, &key))
 
 
+cdef inline void unlink_alone(Core* core, Holder holder, hash_t hash) noexcept:
+    # As unlink_hashed(), of the only holder of its key.
+    core.num_registrations -= 1
+    table.remove_at(&core.table, hash, table.find_cell(&core.table, hash, ref_of(holder)))
+
+
 cdef inline void unlink_hashed(Core* core, Holder holder, hash_t hash) noexcept:
     # The table forgets `holder`, whose key has that hash; its slot has the digest again.
     cdef Key key = key_of(core, holder)
@@ -462,10 +482,10 @@ cdef inline void unlink_hashed(Core* core, Holder holder, hash_t hash) noexcept:
     cdef record_id_t id, shared_id
     cdef Holder heir
     cdef uint32_t width = core.spaces[key.space].width
-    core.num_registrations -= 1
     if not space & SHARED_FLAG:
-        table.remove_at(&core.table, hash, table.find_cell(&core.table, hash, ref_of(holder)))
+        unlink_alone(core, holder, hash)
         return
+    core.num_registrations -= 1
     id = member_of(core, holder)
     shared_id = shared_keys.member(&core.shared, id).key
     memcpy(slot_of(core, holder), key.digest, width)
@@ -533,6 +553,13 @@ cdef inline bint is_known(const Core* core, block_id_t block) noexcept:
     # Whether the table has a key of the block.
     return reverse_index.first(&core.index, block) != NO_RECORD or (
         has_primary(core, block) and not core.blocks.keys[block].space & LOOSE_FLAG
+    )
+
+
+cdef inline bint is_shorter(const Core* core, block_id_t block, uint64_t num_tokens) noexcept:
+    # Whether the block's primary key is known to cover less.
+    return has_primary(core, block) and not core.blocks.keys[block].space & NO_TOKENS_FLAG and (
+        core.blocks.keys[block].num_tokens < num_tokens
     )
 
 

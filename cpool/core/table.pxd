@@ -98,7 +98,7 @@ cdef inline void insert(Table* table, hash_t hash, ref_t ref) noexcept:
 
 
 cdef inline void remove_at(Table* table, hash_t hash, uint64_t place) noexcept:
-    cells.remove_at(<Cells*>cells_of(table, hash), place)
+    cells.remove_at(<Cells*>cells_of(table, hash), hash, place)
     table.num_used -= 1
 
 
@@ -127,7 +127,7 @@ cdef inline void move_home(Table* table) noexcept:
             hash = cells.hash_at(&old.chunks[at], cell)
             if hash < table.moved:
                 cells.insert(&table.cells, hash, old.chunks[at].refs[cell])
-                cells.remove_at(old, at * CHUNK_CELLS + cell)
+                cells.remove_at(old, hash, at * CHUNK_CELLS + cell)
         # Each that stands further on had to pass its home and all between.
         if not cells.num_passed(&old.chunks[home]) or not cells.num_passed(&old.chunks[at]):
             return

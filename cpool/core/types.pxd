@@ -11,6 +11,7 @@ ctypedef uint32_t ref_t         # a tag in the two highest bits, an index in the
 cdef enum:
     # A block id and a record id share a word with a two-bit tag.
     MAX_BLOCKS = (1 << 30) - 2
+    NULL_BLOCK = 0              # a placeholder: never handed out, freed or registered
     NO_RECORD = 0xFFFFFFFF      # end of a chain of records
     NO_BLOCK = 0xFFFFFFFF       # nobody holds the key
     NOT_QUEUED = 0xFFFFFFFF     # a block that is in no free queue
