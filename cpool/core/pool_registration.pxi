@@ -296,6 +296,8 @@ cdef class _PoolRegistration(_PoolAllocation):
         cdef Holder holder
         cdef uint64_t parent
         cdef bint as_extra
+        batches.prefetch_keys(&self.core, source)
+        batches.prefetch_keys(&self.core, target)
         if registry.has_primary(&self.core, target):
             raise ContractError(f"block {target} already has a hash")
         if reverse_index.first(&self.core.index, target) != NO_RECORD:
