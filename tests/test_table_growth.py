@@ -149,10 +149,10 @@ def rows_of(hashes):
 
 
 def test_the_last_line_that_keys_of_the_last_reached_is_kept_wherever_pages_begin():
-    # The last line that is kept begins a page in one of 64.
+    # One line of 64 begins a page, and each of the first 65 is the last that is kept, twice.
     num_blocks, num_extra = 11_000, 4096
     rows = rows_of(any_hashes(num_blocks + num_extra))
-    for num_top in range(200):
+    for num_top in range(0, 540, 4):
         rows[:num_top] = rows_of([TOP] * num_top)
         pool = BlockPool(num_blocks + 1, True, UNIT)
         pool.cache_full_ids(range(1, num_blocks + 1), rows[:num_blocks], 0, 2 * UNIT)
@@ -178,6 +178,24 @@ def test_lines_that_were_passed_too_often_to_be_counted_can_be_left():
     while keys.num_leaving:
         keys.add(next(fresh))
         keys.check([digest(TOP, 10**6), digest(0, 10**6)])
+
+
+@pytest.mark.parametrize("beside", [-2, 0, 2])
+@pytest.mark.parametrize("num_blocks", [200, 321, 410])
+def test_keys_whose_hashes_are_the_first_of_a_line_are_on_the_right_side(num_blocks, beside):
+    pool = BlockPool(num_blocks + 1, True, UNIT)
+    pool.cache_full_ids([1], [digest(0)], 0, UNIT)
+    num_lines = pool.table_stats()["num_cells"] // 8
+    # Half of them are odd, which no key's hash is: the last of the line before, instead.
+    chosen = [(-(-(line << 32) // num_lines) & ~1) + beside for line in range(1, num_lines)]
+    keys = Keys(num_blocks, chosen + any_hashes(num_blocks - len(chosen)))
+    fresh = iter(any_hashes(1000, 1))
+    keys.add_until_growth(fresh)
+    assert keys.num_leaving == 8 * num_lines
+    while keys.num_leaving:
+        keys.check()
+        keys.add(next(fresh))
+    keys.check()
 
 
 def test_a_batch_that_needs_more_than_the_growing_table_has_waits_for_all():

@@ -11,6 +11,7 @@ cdef extern from * nogil:
     """
     #include <stdint.h>
     #include <sys/mman.h>
+    #include <unistd.h>
 
     /* The empty volatile statement is there because GCC takes a function that only
        prefetches for one without effects, and drops the calls of it. */
@@ -33,23 +34,26 @@ cdef extern from * nogil:
         return CPOOL_DEBUG && cpool_fail_countdown > 0 && --cpool_fail_countdown == 0;
     }
 
-    static inline void cpool_advise_huge(void *data, size_t nbytes) {
-    #ifdef MADV_HUGEPAGE
-        uintptr_t page = 4096;
+    /* For the pages that lie in the range whole. The kernel rounds the end up to its own pages,
+       which are not everywhere of 4 KiB: of what is behind, nothing may go. */
+    static inline void cpool_advise(void *data, size_t nbytes, int advice) {
+        uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
         uintptr_t start = ((uintptr_t)data + page - 1) & ~(page - 1);
         uintptr_t end = ((uintptr_t)data + nbytes) & ~(page - 1);
-        if (end > start) madvise((void *)start, end - start, MADV_HUGEPAGE);
+        if (end > start) madvise((void *)start, end - start, advice);
+    }
+
+    static inline void cpool_advise_huge(void *data, size_t nbytes) {
+    #ifdef MADV_HUGEPAGE
+        cpool_advise(data, nbytes, MADV_HUGEPAGE);
     #endif
     }
 
-    /* The pages that lie in the range whole go back to the system, and read as zeros if they are
-       used again; where there is no such call, they stay as they are. */
+    /* Whole pages of the range go back to the system, and read as zeros if they are used again;
+       where there is no such call, they stay as they are. */
     static inline void cpool_give_back_pages(void *data, size_t nbytes) {
     #if defined(__linux__) && defined(MADV_DONTNEED)
-        uintptr_t page = 4096;
-        uintptr_t start = ((uintptr_t)data + page - 1) & ~(page - 1);
-        uintptr_t end = ((uintptr_t)data + nbytes) & ~(page - 1);
-        if (end > start) madvise((void *)start, end - start, MADV_DONTNEED);
+        cpool_advise(data, nbytes, MADV_DONTNEED);
     #endif
     }
     """
