@@ -345,9 +345,9 @@ def test_an_interrupted_batch_is_whole_or_not_there() -> None:
     rows = [number.to_bytes(16, "little") for number in range(num_blocks - 1)]
     interrupted = 0
     for delay in (0.0005, 0.005, 0.02, 0.05, 0.1):
-        signal.setitimer(signal.ITIMER_REAL, delay)
         before = signal.signal(signal.SIGALRM, signal.default_int_handler)
         try:
+            signal.setitimer(signal.ITIMER_REAL, delay)
             pool.cache_full_ids((int(i) for i in ids), rows, 0, 16)
             pool.evict_ids(ids)
             signal.setitimer(signal.ITIMER_REAL, 0)
