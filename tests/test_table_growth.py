@@ -31,6 +31,7 @@ class Keys:
         self.pool.cache_full_ids(list(self.holders.values()), list(self.holders), 0, 2 * UNIT)
         self.num_blocks = num_blocks
         self.number = num_blocks
+        self.rng = np.random.default_rng(0)
 
     @property
     def num_leaving(self):
@@ -58,8 +59,12 @@ class Keys:
     def check(self, absent=()):
         self.pool.check_consistency()
         keys = list(self.holders)
-        assert self.pool.find_ids(keys, 0).tolist() == list(self.holders.values())
-        assert self.pool.find_prefix_ids(keys, 0).tolist() == list(self.holders.values())
+        # Of blocks that lie side by side the table is not asked: in any order, too.
+        for order in (range(len(keys)), self.rng.permutation(len(keys))):
+            asked = [keys[i] for i in order]
+            held_by = [self.holders[key] for key in asked]
+            assert self.pool.find_ids(asked, 0).tolist() == held_by
+            assert self.pool.find_prefix_ids(asked, 0).tolist() == held_by
         assert all(self.pool.get_cached_block(key, [0]) for key in keys[-3:])
         for key in absent:
             assert self.pool.get_cached_block(key, [0]) is None
@@ -132,9 +137,12 @@ def test_memory_of_lines_that_were_left_is_given_back_but_not_what_stands_in_the
         # 48 bytes an extra key in chunks of records, and the lines of either array in use.
         records = 48 * (keys.number - num_blocks)
         growth = keys.pool.nbytes - before - records
+        assert growth >= 0
         assert growth < line * (new_lines - old_lines + old_lines // 16 + 1024) + 200_000
         if keys.number % 50 == 0:
-            assert keys.pool.find_ids(top, 0).tolist() == list(range(1, num_top + 1))
+            # A few, not side by side: the table would not be asked.
+            some = keys.rng.permutation(num_top)[:200]
+            assert (keys.pool.find_ids([top[i] for i in some], 0) == some + 1).all()
     assert keys.number - num_blocks > extra + old_lines // 4 - 2
     keys.check()
 
@@ -149,10 +157,14 @@ def rows_of(hashes):
 
 
 def test_the_last_line_that_keys_of_the_last_reached_is_kept_wherever_pages_begin():
-    # One line of 64 begins a page, and each of the first 65 is the last that is kept, twice.
+    # Keys of the last line fill it and the first ones, and half of one behind these: each of 65,
+    # of which one at least begins a page. All other keys have their homes in between.
     num_blocks, num_extra = 11_000, 4096
-    rows = rows_of(any_hashes(num_blocks + num_extra))
-    for num_top in range(0, 540, 4):
+    rows = rows_of([0x8800000 + h * 15 // 16 & ~1 for h in any_hashes(num_blocks + num_extra)])
+    # Not side by side: the table would not be asked.
+    order = np.random.default_rng(0).permutation(num_blocks)
+    for num_full in range(65):
+        num_top = 8 + 8 * num_full + 4
         rows[:num_top] = rows_of([TOP] * num_top)
         pool = BlockPool(num_blocks + 1, True, UNIT)
         pool.cache_full_ids(range(1, num_blocks + 1), rows[:num_blocks], 0, 2 * UNIT)
@@ -160,10 +172,10 @@ def test_the_last_line_that_keys_of_the_last_reached_is_kept_wherever_pages_begi
         for start in range(num_blocks, num_blocks + num_extra, 32):
             before = pool.nbytes
             pool.cache_partial_ids(range(1, 33), rows[start : start + 32], [UNIT] * 32, 0)
-            given_back += pool.nbytes < before
+            if pool.nbytes < before:
+                given_back += 1
+                assert (pool.find_ids(rows[order], 0) == order + 1).all()
         assert given_back >= 2
-        found = pool.find_ids(rows[:num_blocks], 0)
-        assert found.tolist() == list(range(1, num_blocks + 1))
 
 
 def test_lines_that_were_passed_too_often_to_be_counted_can_be_left():
@@ -178,6 +190,46 @@ def test_lines_that_were_passed_too_often_to_be_counted_can_be_left():
     while keys.num_leaving:
         keys.add(next(fresh))
         keys.check([digest(TOP, 10**6), digest(0, 10**6)])
+
+
+@pytest.mark.parametrize("count", [50, 100])  # within what grows it little; beyond
+def test_a_batch_that_fits_only_too_tightly_makes_the_table_grow_enough_first(count):
+    keys = Keys(400, any_hashes(400))
+    num_cells = keys.pool.table_stats()["num_cells"]
+    for block in range(401 - count, 401):
+        keys.evict(block)
+    keys.num_blocks = 400 - count
+    for table_hash in any_hashes(num_cells * 85 // 100 - 400 + count, 1):
+        keys.add(table_hash)
+    assert keys.pool.table_stats()["num_cells"] == num_cells
+    rows = [digest(h, 10**6 + i) for i, h in enumerate(any_hashes(count, 2))]
+    keys.pool.cache_full_ids(range(401 - count, 401), rows, 0, 2 * UNIT)
+    keys.holders.update(zip(rows, range(401 - count, 401), strict=True))
+    stats = keys.pool.table_stats()
+    assert stats["num_used"] <= stats["num_cells"] * 85 // 100
+    keys.check()
+
+
+@pytest.mark.parametrize("count", [2, 7, 19, 300])
+def test_a_batch_moves_as_many_lines_as_its_keys_may_need_in_the_old_array(count):
+    keys = Keys(400, any_hashes(400))
+    num_lines = keys.pool.table_stats()["num_cells"] // 8
+    most = num_lines * 8 * 85 // 100
+    for table_hash in any_hashes(most - 400, 1):
+        keys.add(table_hash)
+    assert not keys.num_leaving
+    rows = [digest(TOP, 10**6 + i) for i in range(count)]
+    blocks = [i % 400 + 1 for i in range(count)]
+    keys.pool.cache_partial_ids(blocks, rows, [UNIT] * count, 0)
+    keys.holders.update(zip(rows, blocks, strict=True))
+    keys.check()
+    # Room for the batch is made at once, and then for each key of it again.
+    left, calls = max(num_lines - 8 * count, 0), 0
+    while keys.num_leaving:
+        keys.add(TOP)
+        keys.check()
+        calls += 1
+    assert calls == -(-left // 4)
 
 
 @pytest.mark.parametrize("beside", [-2, 0, 2])
