@@ -223,8 +223,8 @@ def test_a_batch_moves_as_many_lines_as_its_keys_may_need_in_the_old_array(count
     keys.pool.cache_partial_ids(blocks, rows, [UNIT] * count, 0)
     keys.holders.update(zip(rows, blocks, strict=True))
     keys.check()
-    # Room for the batch is made at once, and then for each key of it again.
-    left, calls = max(num_lines - 8 * count, 0), 0
+    # Room for the batch is made at once.
+    left, calls = max(num_lines - 4 * count, 0), 0
     while keys.num_leaving:
         keys.add(TOP)
         keys.check()
