@@ -19,7 +19,7 @@
 # 8 * chunk + cell.
 from cpool.core cimport memory
 from cpool.core.memory cimport Array
-from cpool.core.types cimport hash_t, ref_t, uint8_t, uint32_t, uint64_t
+from cpool.core.types cimport hash_t, ref_t, uint32_t, uint64_t
 
 cdef extern from * nogil:
     """

@@ -28,7 +28,7 @@ from cpool.core.types cimport (
     EXTRA, INDEX_MASK, LOOSE_FLAG, NO_RECORD, NO_TOKENS_FLAG, PRIMARY, SHARED, SHARED_FLAG,
     SPACE_MASK,
 )
-from libc.string cimport memcpy, memset
+from libc.string cimport memcpy
 
 cdef struct Core:
     Blocks blocks
