@@ -8,14 +8,16 @@
 # A walk along scattered blocks waits for memory at each step, unless it knows where it will be
 # some steps later. So a block that joins the tail is noted in the one that joined LOOKAHEAD
 # places before it, in the count that a free block does not need. Blocks leave the middle and
-# notes grow old: they only say what to prefetch, never where to go.
+# notes grow old: they only say what to prefetch, never where to go. Whose note left with the
+# block that had it is asked for by its neighbours, as soon as these are at hand.
 #
 # The queue knows no key: who joins, and at which end, is the pool's decision.
 from cpool.core cimport memory
 from cpool.core.types cimport BlockState, block_id_t, int32_t, uint32_t, NOT_QUEUED
 
 cdef enum:
-    LOOKAHEAD = 32          # steps of a walk that take as long as one read of memory
+    LOOKAHEAD = 32          # steps of a walk that take as long as one read of memory, and more
+    ARRIVED = 12            # steps after which what a note asked for is at hand
 
 
 cdef struct FreeQueue:
@@ -85,6 +87,12 @@ cdef inline void prefetch_near(const FreeQueue* queue, size_t count) noexcept:
         memory.prefetch_write(&queue.states[queue.near[(queue.first_near + i) % LOOKAHEAD]])
 
 
+cdef inline void prefetch_beside(const FreeQueue* queue, block_id_t id) noexcept:
+    if contains(queue, id):
+        memory.prefetch_write(&queue.states[queue.states[id].prev])
+        memory.prefetch_write(&queue.states[queue.states[id].next])
+
+
 cdef inline void prefetch_ahead(FreeQueue* queue, block_id_t id, size_t i) noexcept:
     # At step `i` of a walk from the head.
     cdef int32_t note = queue.states[id].ref_cnt
@@ -93,6 +101,9 @@ cdef inline void prefetch_ahead(FreeQueue* queue, block_id_t id, size_t i) noexc
         ahead = -1 - note
         memory.prefetch_write(&queue.states[ahead])
     queue.near[(queue.first_near + i) % LOOKAHEAD] = ahead
+    prefetch_beside(
+        queue, queue.near[(queue.first_near + i + LOOKAHEAD - ARRIVED) % LOOKAHEAD]
+    )
 
 
 cdef inline void remove(FreeQueue* queue, block_id_t id) noexcept:
