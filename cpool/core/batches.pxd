@@ -279,7 +279,7 @@ cdef struct Evictions:
     size_t count
     size_t fetched          # blocks before it have passed the first stage
     size_t hashed           # ... and the second
-    size_t walked           # ... and the third, which only extra keys need
+    size_t walked           # ... and the third
     hash_t hashes[RING]
 
 
@@ -307,8 +307,12 @@ cdef inline void fetch_keys(Core* core, Evictions* batch, size_t i) noexcept:
             table.prefetch_write(&core.table, batch.hashes[batch.hashed % RING])
         prefetch_extra(core, id)
         batch.hashed += 1
-    while core.index.heads != NULL and batch.walked < min(batch.hashed, i + IN_FLIGHT // 2):
-        prefetch_extra_cells(core, batch.ids[batch.walked])
+    while batch.walked < min(batch.hashed, i + IN_FLIGHT // 2):
+        id = batch.ids[batch.walked]
+        if core.blocks.keys[id].space:
+            table.prefetch_passed(&core.table, batch.hashes[batch.walked % RING])
+        if core.index.heads != NULL:
+            prefetch_extra_cells(core, id)
         batch.walked += 1
 
 

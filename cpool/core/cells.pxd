@@ -9,14 +9,15 @@
 #   - Each chunk counts the keys that had to pass it. A search, hit or miss, ends where nobody
 #     passed: most often it reads one line. The count is in the line, too: hashes are even, and
 #     the lowest bits of the eight hashes, used or not, are its bits.
-#   - A remove empties the cell and counts back: no tombstones, no key moves, and a search does
-#     not grow longer with age.
+#   - A remove empties the cell and counts back: no tombstones. Where a key had to pass, one
+#     comes back (see refill()): else keys would never return to their homes, and searches for
+#     what is not there would grow longer with age, five times at 64 % full.
 #   - Homes rise with hashes: whoever moves keys to a larger array reads no key, and passes once
 #     over both (see table.pxd).
 #   - Any size will do, not only powers of two.
 #
 # A ref of 0 is EMPTY. Behind the last chunk comes the first. A *place* is a cell's number,
-# 8 * chunk + cell.
+# 8 * chunk + cell, and a key's own until the next refill().
 from cpool.core cimport memory
 from cpool.core.memory cimport Array
 from cpool.core.types cimport hash_t, ref_t, uint32_t, uint64_t
@@ -94,6 +95,7 @@ cdef enum:
     UNSURE = 0
     ABSENT = 1
     MANY = 255                      # keys passed a chunk: no longer counted, up or down
+    MAX_REFILLS = 2                 # keys that move for one remove; more hardly shorten a search
 
 
 cdef struct Cells:
@@ -235,19 +237,70 @@ cdef inline void insert(Cells* cells, hash_t hash, ref_t ref) noexcept:
     fill(&cells.chunks[chunk], lowest_bit(empty), hash, ref)
 
 
-cdef inline void remove_at(Cells* cells, hash_t hash, uint64_t place) noexcept:
-    # `place` has that hash.
-    cdef Chunk* stood_in = &cells.chunks[place // CHUNK_CELLS]
-    cdef uint64_t chunk = home(cells, hash)
-    cdef uint32_t count
-    stood_in.refs[place % CHUNK_CELLS] = 0
+cdef inline void clear(Chunk* chunk, uint32_t cell) noexcept:
+    chunk.refs[cell] = 0
     # Of another home now, so that a glance is not led here.
-    stood_in.hashes[place % CHUNK_CELLS] ^= ~<hash_t>COUNT_BIT
+    chunk.hashes[cell] ^= ~<hash_t>COUNT_BIT
+
+
+cdef inline void count_back(Chunk* chunk) noexcept:
+    # A key does not pass the chunk any more.
+    cdef uint32_t count = num_passed(chunk)
+    if count != MANY:
+        set_num_passed(chunk, count - 1)
+
+
+cdef inline void remove_at(Cells* cells, hash_t hash, uint64_t place) noexcept:
+    # `place` has that hash. No other key moves.
+    cdef uint64_t chunk = home(cells, hash)
+    clear(&cells.chunks[place // CHUNK_CELLS], place % CHUNK_CELLS)
     while chunk != place // CHUNK_CELLS:
-        count = num_passed(&cells.chunks[chunk])
-        if count != MANY:
-            set_num_passed(&cells.chunks[chunk], count - 1)
+        count_back(&cells.chunks[chunk])
         chunk = next_chunk(cells, chunk)
+
+
+cdef inline uint32_t strangers(const Cells* cells, uint64_t chunk) noexcept:
+    # Bit i: cell i has a key whose home is another chunk.
+    cdef uint32_t used = used_cells(&cells.chunks[chunk])
+    cdef uint32_t found = 0
+    cdef uint32_t cell
+    while used:
+        cell = lowest_bit(used)
+        used &= used - 1
+        found |= <uint32_t>(home(cells, hash_at(&cells.chunks[chunk], cell)) != chunk) << cell
+    return found
+
+
+cdef inline void refill(Cells* cells, uint64_t place) noexcept:
+    # The cell was emptied. A stranger in the next chunk passed this one: it comes back, and
+    # leaves a cell there in the same way. Most often nobody passed, or who did stands there.
+    cdef uint64_t chunk = place // CHUNK_CELLS
+    cdef uint64_t behind
+    cdef uint32_t cell, found
+    cdef uint32_t empty = place % CHUNK_CELLS
+    cdef uint32_t left = MAX_REFILLS
+    while left and num_passed(&cells.chunks[chunk]):
+        left -= 1
+        behind = next_chunk(cells, chunk)
+        found = strangers(cells, behind)
+        if not found:
+            return
+        cell = lowest_bit(found)
+        fill(
+            &cells.chunks[chunk], empty, hash_at(&cells.chunks[behind], cell),
+            cells.chunks[behind].refs[cell],
+        )
+        clear(&cells.chunks[behind], cell)
+        count_back(&cells.chunks[chunk])
+        chunk = behind
+        empty = cell
+
+
+cdef inline void prefetch_passed(const Cells* cells, hash_t hash) noexcept:
+    # What a remove of the hash reads beside its home, if anything: whatever passed that.
+    cdef uint64_t chunk = home(cells, hash)
+    if num_passed(&cells.chunks[chunk]):
+        memory.prefetch_write(&cells.chunks[next_chunk(cells, chunk)])
 
 
 cdef inline uint64_t first_hash(const Cells* cells, uint64_t chunk) noexcept:

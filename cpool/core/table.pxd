@@ -8,7 +8,7 @@
 # the new pages one after the other.
 #
 # A *place* (see cells.pxd) is in the array that the hash is in, and a key keeps it until the
-# next reserve().
+# next reserve() or remove_at().
 #
 # The table knows no digest, no block and no ref_cnt. Two keys may share a hash: whoever asks
 # compares the digests.
@@ -63,6 +63,10 @@ cdef inline void prefetch_write(const Table* table, hash_t hash) noexcept:
     cells.prefetch_write(cells_of(table, hash), hash)
 
 
+cdef inline void prefetch_passed(const Table* table, hash_t hash) noexcept:
+    cells.prefetch_passed(cells_of(table, hash), hash)
+
+
 cdef inline ref_t ref_at(const Table* table, hash_t hash, uint64_t place) noexcept:
     return cells.ref_at(cells_of(table, hash), place)
 
@@ -98,7 +102,9 @@ cdef inline void insert(Table* table, hash_t hash, ref_t ref) noexcept:
 
 
 cdef inline void remove_at(Table* table, hash_t hash, uint64_t place) noexcept:
-    cells.remove_at(<Cells*>cells_of(table, hash), hash, place)
+    cdef Cells* of = <Cells*>cells_of(table, hash)
+    cells.remove_at(of, hash, place)
+    cells.refill(of, place)
     table.num_used -= 1
 
 
