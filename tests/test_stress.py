@@ -18,7 +18,7 @@ pytestmark = pytest.mark.stress
 
 NUM_BLOCKS = int(os.environ.get("CPOOL_STRESS_BLOCKS", "1000000"))
 TURNS = int(os.environ.get("CPOOL_STRESS_TURNS", "3"))
-# In 10^6 to 10^7 cells, 64 to 85 % full, the longest search of random keys reads some dozen
+# In 10^6 to 10^7 cells, 64 to 80 % full, the longest search of random keys reads some dozen
 # lines of eight; one of clustered keys would read thousands.
 LONGEST_SEARCH = 200
 

@@ -12,13 +12,67 @@ from cpool.core.memory cimport prefetch, prefetch_write
 from cpool.core.registry cimport Core, Holder
 from cpool.core.types cimport (
     block_id_t, hash_t, record_id_t, ref_t, space_t, uint8_t, uint32_t, uint64_t, INDEX_MASK,
-    LOOSE_FLAG, NO_BLOCK, NO_RECORD, NULL_BLOCK, PRIMARY, SHARED, SHARED_FLAG,
+    EXTRA, LOOSE_FLAG, NO_BLOCK, NO_RECORD, NULL_BLOCK, PRIMARY, SHARED, SHARED_FLAG,
 )
 
 cdef enum:
     IN_FLIGHT = 16      # keys between two stages: as many as memory answers at once
     RING = 64           # keys in flight at once, at most: three rounds and a bit, a power of two
     STEADY = 8          # blocks in a row that lie side by side: the next one likely does too
+    MAX_HOPS = 8        # records of a block's extra keys that are fetched ahead
+
+
+# Extra keys -------------------------------------------------------------------------------
+
+cdef inline void prefetch_record(const Core* core, record_id_t id) noexcept:
+    cdef const char* record = <const char*>reverse_index.extra(&core.index, id)
+    prefetch_write(record)
+    prefetch_write(record + core.index.extras.record_bytes - 1)     # most lie in two lines
+
+
+cdef inline void prefetch_extra(const Core* core, block_id_t id) noexcept:
+    # The first extra key of a block whose head is at hand.
+    cdef record_id_t first = reverse_index.first(&core.index, id)
+    if first != NO_RECORD:
+        prefetch_record(core, first)
+
+
+cdef inline void prefetch_extra_cells(const Core* core, record_id_t id) noexcept:
+    # What the removal of an extra key reads, but the other members of a shared one.
+    cdef Holder holder
+    cdef Key key
+    holder.block = NULL_BLOCK   # is not looked at: the key is the record's
+    holder.extra = id
+    key = registry.key_of(core, holder)
+    table.prefetch_search(&core.table, registry.hash_of(core, &key))
+
+
+cdef inline void prefetch_extras(
+    const Core* core, const block_id_t* ids, size_t count, bint with_cells
+) noexcept:
+    # All extra keys of IN_FLIGHT blocks at most, whose first ones are at hand. Each record names
+    # the next: one hop of all blocks at once.
+    cdef record_id_t at[IN_FLIGHT]
+    cdef record_id_t next
+    cdef size_t i, kept, num = 0
+    cdef uint32_t hops = MAX_HOPS
+    if core.index.heads == NULL:
+        return
+    for i in range(count):
+        at[num] = reverse_index.first(&core.index, ids[i])
+        num += at[num] != NO_RECORD
+    while num and hops:
+        hops -= 1
+        kept = 0
+        for i in range(num):
+            next = reverse_index.extra(&core.index, at[i]).next
+            if with_cells:
+                prefetch_extra_cells(core, at[i])
+            if next != NO_RECORD:
+                prefetch_record(core, next)
+                at[kept] = next
+                kept += 1
+        num = kept
 
 
 # Look-ups ---------------------------------------------------------------------------------
@@ -32,6 +86,22 @@ cdef inline void prefetch_holder(const Core* core, ref_t ref) noexcept:
             prefetch(&core.blocks.keys[index])
     elif tag == <ref_t>SHARED:
         prefetch(shared_keys.key(&core.shared, index))
+    elif tag == <ref_t>EXTRA:
+        prefetch(&core.index.heads[index])
+
+
+cdef inline void prefetch_extra_holders(
+    const Core* core, const ref_t* refs, size_t first, size_t stop
+) noexcept:
+    # A round of refs, from a ring: the records of those blocks that hold a key as an extra one.
+    cdef block_id_t ids[IN_FLIGHT]
+    cdef size_t row, count = 0
+    for row in range(first, stop):
+        ids[count] = refs[row % RING] & INDEX_MASK
+        if (refs[row % RING] & ~<ref_t>INDEX_MASK) == <ref_t>EXTRA:
+            prefetch_extra(core, ids[count])
+            count += 1
+    prefetch_extras(core, ids, count, False)
 
 
 cdef inline block_id_t find_whole(
@@ -114,6 +184,8 @@ cdef inline size_t find_batch(
             refs[sought % RING] = ref
             sought += 1
         stop = min(count, row + IN_FLIGHT)
+        if core.index.heads != NULL:
+            prefetch_extra_holders(core, refs, row, stop)
         while row < stop:
             key.digest = digests + row * row_bytes
             ref = refs[row % RING]
@@ -164,13 +236,6 @@ cdef struct Registrations:
     hash_t hashes[RING]
 
 
-cdef inline void prefetch_extra(const Core* core, block_id_t id) noexcept:
-    # The first extra key of a block whose head is at hand.
-    cdef record_id_t first = reverse_index.first(&core.index, id)
-    if first != NO_RECORD:
-        prefetch_write(reverse_index.extra(&core.index, first))
-
-
 cdef inline void prefetch_old_keys(const Core* core, block_id_t id) noexcept:
     # Of a block that is registered anew: they may have to leave.
     cdef Key key
@@ -206,6 +271,7 @@ cdef inline void fetch_rows(Core* core, Registrations* batch, size_t row) noexce
         prefetch_old_keys(core, batch.ids[i])
         i += 1
     batch.sought = i
+    prefetch_extras(core, batch.ids + row, min(batch.count - row, <size_t>IN_FLIGHT), False)
 
 
 cdef inline bint register_row(Core* core, Registrations* batch, size_t row) noexcept:
@@ -280,6 +346,7 @@ cdef struct Evictions:
     size_t fetched          # blocks before it have passed the first stage
     size_t hashed           # ... and the second
     size_t walked           # ... and the third
+    size_t chained          # ... and that of the extra keys
     hash_t hashes[RING]
 
 
@@ -296,6 +363,7 @@ cdef inline void fetch_keys(Core* core, Evictions* batch, size_t i) noexcept:
     # reads each, so a round of them at once would be more than memory takes.
     cdef Key key
     cdef block_id_t id
+    cdef size_t stop
     while batch.fetched < min(batch.count, i + 2 * IN_FLIGHT):
         prefetch_keys(core, batch.ids[batch.fetched])
         batch.fetched += 1
@@ -311,21 +379,11 @@ cdef inline void fetch_keys(Core* core, Evictions* batch, size_t i) noexcept:
         id = batch.ids[batch.walked]
         if core.blocks.keys[id].space:
             table.prefetch_passed(&core.table, batch.hashes[batch.walked % RING])
-        if core.index.heads != NULL:
-            prefetch_extra_cells(core, id)
         batch.walked += 1
-
-
-cdef inline void prefetch_extra_cells(const Core* core, block_id_t id) noexcept:
-    # What the removal of the extra keys reads, but the other members of shared ones.
-    cdef Holder holder
-    cdef Key key
-    holder.block = id
-    holder.extra = reverse_index.first(&core.index, id)
-    while holder.extra != NO_RECORD:
-        key = registry.key_of(core, holder)
-        table.prefetch_write(&core.table, registry.hash_of(core, &key))
-        holder.extra = reverse_index.extra(&core.index, holder.extra).next
+    if batch.chained < min(batch.count, i + IN_FLIGHT // 2):
+        stop = min(batch.count, batch.chained + IN_FLIGHT // 2)
+        prefetch_extras(core, batch.ids + batch.chained, stop - batch.chained, True)
+        batch.chained = stop
 
 
 cdef inline bint has_own_key_only(const Core* core, block_id_t id) noexcept:

@@ -160,6 +160,13 @@ cdef inline void prefetch_write(const Cells* cells, hash_t hash) noexcept:
     memory.prefetch_write(&cells.chunks[home(cells, hash)])
 
 
+cdef inline void prefetch_search(const Cells* cells, hash_t hash) noexcept:
+    # Where the table is more than 64 % full, every other search goes on to the next chunk.
+    cdef uint64_t chunk = home(cells, hash)
+    memory.prefetch_write(&cells.chunks[chunk])
+    memory.prefetch_write(&cells.chunks[next_chunk(cells, chunk)])
+
+
 cdef inline ref_t ref_at(const Cells* cells, uint64_t place) noexcept:
     return cells.chunks[place // CHUNK_CELLS].refs[place % CHUNK_CELLS]
 

@@ -172,6 +172,8 @@ cdef inline record_id_t take(Arena* arena) noexcept:
         arena.high_water += 1
     else:
         memcpy(&arena.free_head, record(arena, id), sizeof(record_id_t))
+        if arena.free_head != NO_RECORD:
+            prefetch_write(record(arena, arena.free_head))
     return id
 
 

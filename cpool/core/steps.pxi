@@ -57,6 +57,7 @@ cdef size_t evict_run(
     batch.fetched = 0
     batch.hashed = 0
     batch.walked = 0
+    batch.chained = 0
     for i in range(count):
         batches.fetch_keys(core, &batch, i)
         if not batches.has_own_key_only(core, ids[i]):

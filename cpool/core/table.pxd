@@ -18,7 +18,7 @@ from cpool.core.types cimport hash_t, ref_t, uint32_t, uint64_t
 
 cdef enum:
     FILLED = 64             # per cent of the cells that a new table expects to use
-    MAX_FILLED = 85         # beyond, many chunks are full, and searches grow long
+    MAX_FILLED = 80         # beyond, many chunks are full, and searches grow long
     # Chunks to move for each key that is to come. While all leave, these are 3 % of the cells
     # that are left, so there is room for them in either array.
     CHUNKS_A_KEY = 4
@@ -61,6 +61,10 @@ cdef inline void prefetch(const Table* table, hash_t hash) noexcept:
 
 cdef inline void prefetch_write(const Table* table, hash_t hash) noexcept:
     cells.prefetch_write(cells_of(table, hash), hash)
+
+
+cdef inline void prefetch_search(const Table* table, hash_t hash) noexcept:
+    cells.prefetch_search(cells_of(table, hash), hash)
 
 
 cdef inline void prefetch_passed(const Table* table, hash_t hash) noexcept:
@@ -192,7 +196,7 @@ cdef inline int reserve(Table* table, uint64_t num_new, uint64_t num_expected) e
         grow(table, max(needed, num_expected) * 100 // FILLED)
     elif needed > max_used(table):
         move(table, table.leaving.num_chunks)
-        grow(table, max(cells.num_cells(&table.cells) * 11 // 10, needed * 5 // 4))
+        grow(table, max(cells.num_cells(&table.cells) * 53 // 50, needed * 4 // 3))
     move(table, num_new * CHUNKS_A_KEY)
     return 0
 
