@@ -303,6 +303,19 @@ def test_the_table_of_a_pool_answers_for_it(pool: Any) -> None:
     assert [table.contain(KEY, block_id) for block_id in range(4)] == [False, True, True, False]
 
 
+@pytest.mark.parametrize("leave", ["evict_ids", "get_new_blocks"])
+def test_a_key_given_by_hand_leaves_where_no_key_was_ever_registered(leave: str) -> None:
+    pool = BlockPool(6, True, 16)
+    block = pool.blocks[3]
+    block.set_block_hash(KEY, 16)
+    if leave == "evict_ids":
+        assert pool.evict_ids([3, 4]) == 0  # nobody could find it
+    else:
+        assert block in pool.get_new_blocks(5)
+    assert block.block_hash is None
+    pool.check_consistency()
+
+
 # Stand-alone objects, as vLLM's connectors and tests make them.
 
 

@@ -285,10 +285,9 @@ cdef inline bint register_row(Core* core, Registrations* batch, size_t row) noex
     key.space = batch.space
     key.digest = batch.rows + row * batch.row_bytes
     if core.blocks.keys[id].space == 0 and reverse_index.first(&core.index, id) == NO_RECORD:
-        if table.seek(&core.table, hash) == cells.NOWHERE:
+        if registry.add_first_cell(core, registry.primary(id), hash):
             # A new key for a block without one: most are.
             registry.write_primary(core, id, &key, 0, <uint32_t>batch.ends[row])
-            registry.add_cell(core, registry.primary(id), hash)
             return True
     elif registry.has_primary(core, id):
         registry.drop_keys(core, id)
@@ -363,22 +362,23 @@ cdef inline void fetch_keys(Core* core, Evictions* batch, size_t i) noexcept:
     # reads each, so a round of them at once would be more than memory takes.
     cdef Key key
     cdef block_id_t id
+    cdef hash_t hash
     cdef size_t stop
     while batch.fetched < min(batch.count, i + 2 * IN_FLIGHT):
         prefetch_keys(core, batch.ids[batch.fetched])
         batch.fetched += 1
     while batch.hashed < min(batch.fetched, i + IN_FLIGHT):
         id = batch.ids[batch.hashed]
+        hash = 0
         if core.blocks.keys[id].space:
             key = registry.key_of(core, registry.primary(id))
-            batch.hashes[batch.hashed % RING] = registry.hash_of(core, &key)
-            table.prefetch_write(&core.table, batch.hashes[batch.hashed % RING])
+            hash = registry.hash_of(core, &key)
+            table.prefetch_write(&core.table, hash)
+        batch.hashes[batch.hashed % RING] = hash
         prefetch_extra(core, id)
         batch.hashed += 1
     while batch.walked < min(batch.hashed, i + IN_FLIGHT // 2):
-        id = batch.ids[batch.walked]
-        if core.blocks.keys[id].space:
-            table.prefetch_passed(&core.table, batch.hashes[batch.walked % RING])
+        table.prefetch_passed(&core.table, batch.hashes[batch.walked % RING])
         batch.walked += 1
     if batch.chained < min(batch.count, i + IN_FLIGHT // 2):
         stop = min(batch.count, batch.chained + IN_FLIGHT // 2)

@@ -70,6 +70,31 @@ cdef extern from * nogil:
     #endif
     }
 
+    /* Bit i: the home of word i of eight, word * num_chunks >> 32, is `chunk`. */
+    static inline uint32_t cpool_at_home(const uint32_t *words, uint32_t ignored,
+                                         uint32_t num_chunks, uint32_t chunk) {
+    #ifdef __SSE2__
+        uint32_t mask = 0;
+        __m128i factor = _mm_set1_epi32((int)num_chunks);
+        __m128i all = _mm_set1_epi32((int)chunk);
+        __m128i drop = _mm_set1_epi32((int)ignored);
+        for (int i = 0; i < 2; i++) {
+            __m128i four = _mm_andnot_si128(drop, _mm_load_si128((const __m128i *)words + i));
+            __m128i even = _mm_srli_epi64(_mm_mul_epu32(four, factor), 32);
+            __m128i odd = _mm_mul_epu32(_mm_srli_epi64(four, 32), factor);
+            odd = _mm_slli_epi64(_mm_srli_epi64(odd, 32), 32);
+            four = _mm_cmpeq_epi32(_mm_or_si128(even, odd), all);
+            mask |= (uint32_t)_mm_movemask_ps(_mm_castsi128_ps(four)) << 4 * i;
+        }
+        return mask;
+    #else
+        uint32_t mask = 0;
+        for (int i = 0; i < CPOOL_CHUNK_CELLS; i++)
+            mask |= (uint32_t)((uint64_t)(words[i] & ~ignored) * num_chunks >> 32 == chunk) << i;
+        return mask;
+    #endif
+    }
+
     static inline uint32_t cpool_lowest_bit(uint32_t mask) {
         return (uint32_t)__builtin_ctz(mask);
     }
@@ -85,6 +110,9 @@ cdef extern from * nogil:
         const uint32_t* words, uint32_t wanted, uint32_t ignored
     ) noexcept
     uint32_t lowest_bits "cpool_lowest_bits"(const uint32_t* words) noexcept
+    uint32_t at_home "cpool_at_home"(
+        const uint32_t* words, uint32_t ignored, uint32_t num_chunks, uint32_t chunk
+    ) noexcept
     uint32_t lowest_bit "cpool_lowest_bit"(uint32_t mask) noexcept
 
 cdef enum:
@@ -224,10 +252,14 @@ cdef inline uint64_t seek_next(const Cells* cells, hash_t hash, uint64_t place) 
 
 cdef inline uint64_t find_cell(const Cells* cells, hash_t hash, ref_t ref) noexcept:
     # The cell of (hash, ref), which must exist.
-    cdef uint64_t place = seek(cells, hash)
-    while ref_at(cells, place) != ref:
-        place = seek_next(cells, hash, place)
-    return place
+    cdef uint64_t chunk = home(cells, hash)
+    cdef uint32_t found
+    while True:
+        found = equal_words(cells.chunks[chunk].hashes, hash, COUNT_BIT)
+        found &= equal_words(cells.chunks[chunk].refs, ref, 0)
+        if found:
+            return chunk * CHUNK_CELLS + lowest_bit(found)
+        chunk = next_chunk(cells, chunk)
 
 
 cdef inline void insert(Cells* cells, hash_t hash, ref_t ref) noexcept:
@@ -242,6 +274,21 @@ cdef inline void insert(Cells* cells, hash_t hash, ref_t ref) noexcept:
         chunk = next_chunk(cells, chunk)
         empty = empty_cells(&cells.chunks[chunk])
     fill(&cells.chunks[chunk], lowest_bit(empty), hash, ref)
+
+
+cdef inline bint insert_first(Cells* cells, hash_t hash, ref_t ref) noexcept:
+    # As insert(), unless a cell has the hash. Whether none had.
+    cdef uint64_t chunk = home(cells, hash)
+    cdef uint32_t used = used_cells(&cells.chunks[chunk])
+    if equal_words(cells.chunks[chunk].hashes, hash, COUNT_BIT) & used:
+        return False
+    if seek_behind(cells, hash, chunk) != NOWHERE:
+        return False
+    if used == ALL_CELLS:
+        insert(cells, hash, ref)
+    else:
+        fill(&cells.chunks[chunk], lowest_bit(used ^ ALL_CELLS), hash, ref)
+    return True
 
 
 cdef inline void clear(Chunk* chunk, uint32_t cell) noexcept:
@@ -268,14 +315,9 @@ cdef inline void remove_at(Cells* cells, hash_t hash, uint64_t place) noexcept:
 
 cdef inline uint32_t strangers(const Cells* cells, uint64_t chunk) noexcept:
     # Bit i: cell i has a key whose home is another chunk.
-    cdef uint32_t used = used_cells(&cells.chunks[chunk])
-    cdef uint32_t found = 0
-    cdef uint32_t cell
-    while used:
-        cell = lowest_bit(used)
-        used &= used - 1
-        found |= <uint32_t>(home(cells, hash_at(&cells.chunks[chunk], cell)) != chunk) << cell
-    return found
+    return used_cells(&cells.chunks[chunk]) & ~at_home(
+        cells.chunks[chunk].hashes, COUNT_BIT, <uint32_t>cells.num_chunks, <uint32_t>chunk
+    )
 
 
 cdef inline void refill(Cells* cells, uint64_t place) noexcept:

@@ -204,7 +204,7 @@ cdef class _PoolLookup(_PoolEvents):
             &self.core, batch.rows, batch.row_bytes, count, space, multiple_of, False, ids
         )
         for i in range(count):
-            answers[i] = -1 if ids[i] == NO_BLOCK else <int64_t>ids[i]
+            answers[i] = <int32_t>ids[i]    # of NO_BLOCK that is -1
         return found
 
     def find_ids(self, hashes, kv_cache_group_id):

@@ -443,6 +443,13 @@ cdef inline void add_cell(Core* core, Holder holder, hash_t hash) noexcept:
     table.insert(&core.table, hash, ref_of(holder))
 
 
+cdef inline bint add_first_cell(Core* core, Holder holder, hash_t hash) noexcept:
+    # As add_cell(), unless there may be a holder: a cell has the hash. Whether there was none.
+    cdef bint done = table.insert_first(&core.table, hash, ref_of(holder))
+    core.num_registrations += done
+    return done
+
+
 cdef inline void attach(
     Core* core, Holder holder, hash_t hash, ref_t ref, Holder other, uint64_t place
 ) noexcept:

@@ -68,7 +68,9 @@ cdef inline void prefetch_search(const Table* table, hash_t hash) noexcept:
 
 
 cdef inline void prefetch_passed(const Table* table, hash_t hash) noexcept:
-    cells.prefetch_passed(cells_of(table, hash), hash)
+    # Nothing, where no key was ever registered.
+    if exists(table):
+        cells.prefetch_passed(cells_of(table, hash), hash)
 
 
 cdef inline ref_t ref_at(const Table* table, hash_t hash, uint64_t place) noexcept:
@@ -103,6 +105,13 @@ cdef inline void insert(Table* table, hash_t hash, ref_t ref) noexcept:
     # After reserve().
     cells.insert(<Cells*>cells_of(table, hash), hash, ref)
     table.num_used += 1
+
+
+cdef inline bint insert_first(Table* table, hash_t hash, ref_t ref) noexcept:
+    # After reserve(): as insert(), unless a cell has the hash. Whether none had.
+    cdef bint done = cells.insert_first(<Cells*>cells_of(table, hash), hash, ref)
+    table.num_used += done
+    return done
 
 
 cdef inline void remove_at(Table* table, hash_t hash, uint64_t place) noexcept:
