@@ -305,7 +305,7 @@ def test_the_table_of_a_pool_answers_for_it(pool: Any) -> None:
 
 @pytest.mark.parametrize("leave", ["evict_ids", "get_new_blocks"])
 def test_a_key_given_by_hand_leaves_where_no_key_was_ever_registered(leave: str) -> None:
-    pool = BlockPool(6, True, 16)
+    pool = cpool.BlockPool(6, True, 16)
     block = pool.blocks[3]
     block.set_block_hash(KEY, 16)
     if leave == "evict_ids":
