@@ -2,6 +2,7 @@
 """The run of the last lookup is only a guess: answers are those of a pool that never looked."""
 
 import gc
+import itertools
 import random
 
 import pytest
@@ -22,11 +23,21 @@ def hashes_of(num_blocks, seed=0):
     return hash_tokens([seed * 1000 + i for i in range(num_blocks * UNIT)], UNIT)[:]
 
 
-@pytest.fixture(params=["PrefixCache.lookup", "find_prefix_ids", "find_prefix_blocks"])
+def block_by_block(pool, hashes, group=0):
+    """Look up hash after hash with `get_cached_block`: ids, None where there is none."""
+    found = [pool.get_cached_block(block_hash, [group]) for block_hash in hashes]
+    return [hit and hit[0].block_id for hit in found]
+
+
+@pytest.fixture(
+    params=["PrefixCache.lookup", "find_prefix_ids", "find_prefix_blocks", "get_cached_block"]
+)
 def ids_of(request, pool):
     """Whichever finds prefixes keeps a guess: hashes -> block ids in group 0."""
     if request.param == "find_prefix_ids":
         return lambda hashes: pool.find_prefix_ids(hashes, 0).tolist()
+    if request.param == "get_cached_block":
+        return lambda hashes: list(itertools.takewhile(bool, block_by_block(pool, hashes)))
     if request.param == "find_prefix_blocks":
         return lambda hashes: [block.block_id for block in pool.find_prefix_blocks(hashes, [0])[0]]
     cache = PrefixCache(pool, [FullAttention(UNIT)])
@@ -213,3 +224,86 @@ def test_a_pool_that_is_reset_while_the_match_is_made_answers_for_the_right_grou
     finally:
         gc.set_threshold(*thresholds)
         gc.enable()
+
+
+def change_nothing(pool, block, block_hash):
+    return block
+
+
+def take_its_key(pool, block, block_hash):
+    pool.evict_ids([block])
+
+
+def give_it_another_key(pool, block, block_hash):
+    pool.evict_ids([block])
+    pool.cache_full_ids([block], hashes_of(1, 7), 0, UNIT)
+
+
+def give_its_key_to_another_group(pool, block, block_hash):
+    pool.evict_ids([block])
+    pool.cache_full_ids([block], [block_hash], 1, UNIT)
+
+
+def assign_its_key_by_hand(pool, block, block_hash):
+    handle = pool.blocks[block]
+    handle.reset_hash()
+    handle.set_block_hash(block_hash + bytes(4), UNIT)
+
+
+def move_its_key(pool, block, block_hash):
+    pool.move_ids(block, 30)
+    return 30
+
+
+def hold_the_key_elsewhere_first(pool, block, block_hash):
+    pool.evict_ids([block])
+    pool.cache_full_ids([30, block], [block_hash] * 2, 0, UNIT)
+    return 30
+
+
+def forget_all(pool, block, block_hash):
+    assert pool.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("step", [1, -1])
+@pytest.mark.parametrize(
+    "change",
+    [
+        change_nothing, take_its_key, give_it_another_key, give_its_key_to_another_group,
+        assign_its_key_by_hand, move_its_key, hold_the_key_elsewhere_first, forget_all,
+    ],
+)  # fmt: skip
+def test_the_block_that_lies_next_is_asked_first_and_never_believed(pool, change, step):
+    hashes = hashes_of(6)
+    ids = list(range(10, 16))[::step]
+    pool.cache_full_ids(ids, hashes, 0, UNIT)
+    assert block_by_block(pool, hashes[:3]) == ids[:3]
+    expected = change(pool, ids[3], hashes[3])
+    assert block_by_block(pool, [hashes[3]]) == [expected]
+    assert pool.find_ids(hashes[3:4], 0).tolist() == [-1 if expected is None else expected]
+    assert block_by_block(pool, hashes[2:4], 5) == [None, None]
+
+
+@pytest.mark.parametrize("step", [1, -1])
+def test_no_block_lies_behind_the_last_one_or_before_the_first(pool, step):
+    ids = [*range(NUM_BLOCKS - 3, NUM_BLOCKS)] if step > 0 else [2, 1, 0]
+    hashes = hashes_of(4)
+    pool.cache_full_ids(ids, hashes[:3], 0, UNIT)  # the null block is passed over
+    expected = [block or None for block in ids]
+    assert block_by_block(pool, hashes) == [*expected, None]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_block_by_block_in_any_order_against_single_lookups(pool, seed):
+    rng = random.Random(seed)
+    hashes = hashes_of(2 * NUM_BLOCKS)
+    for _ in range(2000):
+        block = rng.randrange(1, NUM_BLOCKS)
+        if rng.random() < 0.3:
+            pool.evict_ids([block])
+            row = block + rng.choice([0, 0, 0, 1, NUM_BLOCKS])
+            pool.cache_full_ids([block], hashes[row - 1 : row], 0, UNIT)
+        start, step = rng.randrange(len(hashes)), rng.choice([1, 1, -1, 2])
+        asked = hashes[start::step][:5]
+        single = [int(pool.find_ids([block_hash], 0)[0]) for block_hash in asked]
+        assert block_by_block(pool, asked) == [None if i < 0 else i for i in single]

@@ -194,6 +194,8 @@ cdef class _PoolState:
     cdef uint32_t num_exports       # numpy views of the key columns that are alive
     cdef uint32_t hash_width        # of the first key registered; 0 before it and after a reset
     cdef Parents parents            # of registrations, while events are on
+    cdef block_id_t last_hit        # of get_cached_block()
+    cdef block_id_t next_hit        # beside it, if it lay beside the one before; or NO_BLOCK
     cdef Guess guesses[4]           # the last prefixes found, NUM_GUESSES; a space's is space % 4
     cdef dict group_block_sizes     # group -> tokens in a block, as last registered
     cdef bint is_resetting          # and nothing that happens is to be told
@@ -296,6 +298,9 @@ cdef class _PoolLookup(_PoolEvents):
     cdef int link_primary(self, block_id_t id) except -1
     cdef int insert_key(self, object key, block_id_t id, object num_tokens) except -1
     cdef void prefetch_answer(self, ref_t ref) noexcept
+    cdef void prefetch_handle(self, block_id_t id) noexcept
+    cdef bint is_next_hit(self, const Key* key) noexcept
+    cdef void note_hit(self, block_id_t id) noexcept
     cdef size_t find_prefix(
         self, HashBatch batch, size_t count, space_t space, block_id_t* found
     ) noexcept

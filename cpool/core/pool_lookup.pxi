@@ -137,17 +137,20 @@ cdef class _PoolLookup(_PoolEvents):
             key.space = registry.find_space(&self.core, group_id, <uint32_t>width)
             if key.space == 0 or not table.exists(&self.core.table):
                 return None
-            hash = registry.hash_of(&self.core, &key)
-            place = table.seek(&self.core.table, hash)
-            if place == cells.NOWHERE:
-                return None
-            self.prefetch_answer(table.ref_at(&self.core.table, hash, place))
+            if not self.is_next_hit(&key):
+                hash = registry.hash_of(&self.core, &key)
+                place = table.seek(&self.core.table, hash)
+                if place == cells.NOWHERE:
+                    return None
+                self.prefetch_answer(table.ref_at(&self.core.table, hash, place))
             found = PyList_New(1)
             block = None
             # From the start: a collection for the list may have run anything.
             key.space = registry.find_space(&self.core, group_id, <uint32_t>width)
-            if registry.find_first(&self.core, &key, &holder):
+            holder.block = self.next_hit
+            if self.is_next_hit(&key) or registry.find_first(&self.core, &key, &holder):
                 block = self.handle(holder.block)
+                self.note_hit(holder.block)
             Py_INCREF(block)
             PyList_SET_ITEM(found, 0, block)
             return None if block is None else found
@@ -161,12 +164,34 @@ cdef class _PoolLookup(_PoolEvents):
 
     cdef void prefetch_answer(self, ref_t ref) noexcept:
         # The digest that a cell stands for, and the handle of its block.
-        cdef uint32_t index = ref & INDEX_MASK
         batches.prefetch_holder(&self.core, ref)
-        if (ref & ~<ref_t>INDEX_MASK) != <ref_t>SHARED and self.handles.num_places:
-            handle_map.prefetch_home(&self.handles, index)
+        if (ref & ~<ref_t>INDEX_MASK) != <ref_t>SHARED:
+            self.prefetch_handle(ref & INDEX_MASK)
+
+    cdef void prefetch_handle(self, block_id_t id) noexcept:
+        if self.handles.num_places:
+            handle_map.prefetch_home(&self.handles, id)
         if num_spare:
             prefetch_write(spare_blocks[num_spare - 1])
+
+    cdef bint is_next_hit(self, const Key* key) noexcept:
+        # Whether the key is that of the block that lies next: then the table is not read.
+        return key.space != 0 and self.next_hit < self.core.blocks.num_blocks and (
+            registry.holds_alone(
+                &self.core, self.next_hit, key.space, key.digest,
+                self.core.spaces[key.space].width,
+            )
+        )
+
+    cdef void note_hit(self, block_id_t id) noexcept:
+        # Whoever asks block by block finds the next one at hand, where blocks lie side by side.
+        cdef block_id_t step = id - self.last_hit
+        self.last_hit = id
+        self.next_hit = NO_BLOCK
+        if ((step + 1) & ~<block_id_t>2) == 0 and id + step < self.core.blocks.num_blocks:
+            self.next_hit = id + step
+            guess.prefetch_block(&self.core, self.next_hit)
+            self.prefetch_handle(self.next_hit)
 
     cdef size_t find_prefix(
         self, HashBatch batch, size_t count, space_t space, block_id_t* found
