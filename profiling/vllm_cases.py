@@ -207,7 +207,10 @@ case("evict_fresh", "get_new_blocks(64), evicting, fresh, a block")(lambda: allo
 case("evict_aged", "get_new_blocks(64), evicting, aged, a block")(lambda: allocate(True))
 
 
-@case("partial", "cache_partial_block again, 900 running requests")
+AT_ONCE = "the same at once again, from warm caches"
+
+
+@case("partial", "cache_partial_block again, 900 running requests", AT_ONCE)
 def partial():
     pool = make_pool()
     blocks = pool.get_new_blocks(900)
@@ -223,11 +226,12 @@ def partial():
 
     run()
     while True:
-        nanoseconds, decided = timed(run)
-        yield [nanoseconds], 1, [key.hex() for key in decided]
+        first, decided = timed(run)
+        again, _ = timed(run)
+        yield [first, again], 1, [key.hex() for key in decided]
 
 
-@case("tails", "FullAttentionManager.cache_blocks again, 900 running requests")
+@case("tails", "FullAttentionManager.cache_blocks again, 900 running requests", AT_ONCE)
 def tails():
     """As above, the way that vLLM takes in each step of decoding."""
     import torch
@@ -257,9 +261,10 @@ def tails():
 
     run()
     while True:
-        nanoseconds, _ = timed(run)
+        first, _ = timed(run)
+        again, _ = timed(run)
         held = [manager.req_to_blocks[request.request_id][0] for request in requests]
-        yield [nanoseconds], 1, [(block.block_id, block.block_hash.hex()) for block in held]
+        yield [first, again], 1, [(block.block_id, block.block_hash.hex()) for block in held]
 
 
 def collect_garbage(num_blocks):
