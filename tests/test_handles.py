@@ -160,6 +160,22 @@ def test_a_key_assigned_by_hand_is_not_findable_until_it_is_inserted(pool: Any) 
     pool.check_consistency()
 
 
+@pytest.mark.parametrize("was_reset", [False, True])
+@pytest.mark.parametrize("way", ["evict_ids", "evict_blocks", "get_new_block_ids"])
+def test_a_key_assigned_by_hand_leaves_a_pool_without_a_table(
+    pool: Any, way: str, was_reset: bool
+) -> None:
+    if was_reset:
+        pool.cache_partial_id(2, OTHER_KEY[:32], 4, 0)
+        assert pool.reset_prefix_cache()
+    pool.blocks[1].set_block_hash(KEY, 4)
+    assert pool.table_stats()["num_cells"] == 0
+    getattr(pool, way)(5 if way == "get_new_block_ids" else [1, 2])
+    assert pool.blocks[1].block_hash is None
+    assert pool.num_evicted_blocks == 0
+    pool.check_consistency()
+
+
 def test_a_key_taken_out_of_the_table_stays_on_the_block(pool: Any) -> None:
     first, second = pool.get_new_blocks(2)
     for block in (first, second):

@@ -309,7 +309,8 @@ cdef inline void fetch_keys(Core* core, Evictions* batch, size_t i) noexcept:
         batch.hashed += 1
     while batch.walked < min(batch.hashed, i + IN_FLIGHT // 2):
         id = batch.ids[batch.walked]
-        if core.blocks.keys[id].space:
+        # A key assigned by hand is not in the table, which may not exist.
+        if core.blocks.keys[id].space and not core.blocks.keys[id].space & LOOSE_FLAG:
             table.prefetch_passed(&core.table, batch.hashes[batch.walked % RING])
         if core.index.heads != NULL:
             prefetch_extra_cells(core, id)
