@@ -223,3 +223,26 @@ def test_extra_keys_come_and_go_in_a_table_of_two_lines(chosen_homes, seed):
         num_passed += crowd.distance > 0
     assert crowd.pool.table_stats()["num_cells"] == 2 * LINE
     assert num_passed > 300
+
+
+@pytest.mark.parametrize("table_hash", [0xA0000000, TOP])
+def test_a_key_comes_back_to_a_line_that_a_growing_table_has_not_left(chosen_homes, table_hash):
+    rng = np.random.default_rng(0)
+    crowd = Crowd(300)
+    keys = crowd.add(table_hash, 2 * LINE)  # the first ones stand in their home
+
+    def add_anywhere():
+        key = digest(int(rng.integers(0, 1 << 32)), crowd.number)
+        crowd.number += 1
+        crowd.holders[key] = crowd.number % 100 + 101
+        crowd.pool.cache_partial_id(crowd.holders[key], key, UNIT, 0)
+        return crowd.pool.table_stats()["num_leaving"]
+
+    while not add_anywhere():
+        pass
+    for key in keys[: LINE - 2]:
+        before = crowd.distance
+        crowd.remove(key)
+        assert crowd.distance < before
+        assert add_anywhere()
+    crowd.check()
