@@ -105,6 +105,16 @@ def test_handles_are_kv_cache_blocks(pool: Any) -> None:
     assert isinstance(pool.cached_block_hash_to_block, BlockHashToBlockMap)
 
 
+@pytest.mark.parametrize("count", [-2, -1, 0, 1, -(2**31 - 1), 2**31 - 1])
+def test_the_null_blocks_count_may_be_any(pool: Any, count: int) -> None:
+    pool.null_block.ref_cnt = count
+    assert pool.null_block.ref_cnt == count
+    for beyond in (-(2**31), 2**31):
+        with pytest.raises(cpool.ContractError, match="ref_cnt of block 0 is"):
+            pool.null_block.ref_cnt = beyond
+    assert pool.null_block.ref_cnt == count
+
+
 def test_only_block_0_is_null(pool: Any) -> None:
     assert [block.is_null for block in pool.blocks] == [True] + [False] * 5
 
