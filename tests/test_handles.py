@@ -105,6 +105,16 @@ def test_handles_are_kv_cache_blocks(pool: Any) -> None:
     assert isinstance(pool.cached_block_hash_to_block, BlockHashToBlockMap)
 
 
+@pytest.mark.parametrize("count", [-2, -1, 0, 1, -(2**31 - 1), 2**31 - 1])
+def test_the_null_blocks_count_may_be_any(pool: Any, count: int) -> None:
+    pool.null_block.ref_cnt = count
+    assert pool.null_block.ref_cnt == count
+    for beyond in (-(2**31), 2**31):
+        with pytest.raises(cpool.ContractError, match="ref_cnt of block 0 is"):
+            pool.null_block.ref_cnt = beyond
+    assert pool.null_block.ref_cnt == count
+
+
 def test_only_block_0_is_null(pool: Any) -> None:
     assert [block.is_null for block in pool.blocks] == [True] + [False] * 5
 
@@ -157,6 +167,22 @@ def test_a_key_assigned_by_hand_is_not_findable_until_it_is_inserted(pool: Any) 
     assert table.get_one_block(KEY) is block
     assert pool._maybe_evict_cached_block(block) is True
     assert len(table) == 0
+    pool.check_consistency()
+
+
+@pytest.mark.parametrize("was_reset", [False, True])
+@pytest.mark.parametrize("way", ["evict_ids", "evict_blocks", "get_new_block_ids"])
+def test_a_key_assigned_by_hand_leaves_a_pool_without_a_table(
+    pool: Any, way: str, was_reset: bool
+) -> None:
+    if was_reset:
+        pool.cache_partial_id(2, OTHER_KEY[:32], 4, 0)
+        assert pool.reset_prefix_cache()
+    pool.blocks[1].set_block_hash(KEY, 4)
+    assert pool.table_stats()["num_cells"] == 0
+    getattr(pool, way)(5 if way == "get_new_block_ids" else [1, 2])
+    assert pool.blocks[1].block_hash is None
+    assert pool.num_evicted_blocks == 0
     pool.check_consistency()
 
 
@@ -301,19 +327,6 @@ def test_the_table_of_a_pool_answers_for_it(pool: Any) -> None:
     assert table.get_one_block(KEY) is blocks[0]
     assert table.get_one_block(OTHER_KEY) is None
     assert [table.contain(KEY, block_id) for block_id in range(4)] == [False, True, True, False]
-
-
-@pytest.mark.parametrize("leave", ["evict_ids", "get_new_blocks"])
-def test_a_key_given_by_hand_leaves_where_no_key_was_ever_registered(leave: str) -> None:
-    pool = cpool.BlockPool(6, True, 16)
-    block = pool.blocks[3]
-    block.set_block_hash(KEY, 16)
-    if leave == "evict_ids":
-        assert pool.evict_ids([3, 4]) == 0  # nobody could find it
-    else:
-        assert block in pool.get_new_blocks(5)
-    assert block.block_hash is None
-    pool.check_consistency()
 
 
 # Stand-alone objects, as vLLM's connectors and tests make them.

@@ -27,16 +27,6 @@ def turned_over(num_blocks, turns, rng):
     return pool
 
 
-def test_searches_grow_no_longer_with_age():
-    rng = np.random.default_rng(0)
-    # Once over: no key was removed yet. Then ten times: keys that went past a full line would
-    # never come back, and at 64 % a look-up of what is not there would read 0.7 to 1.0 lines more.
-    new, old = (turned_over(20_000, turns, rng).table_stats() for turns in (1, 10))
-    assert new["mean_miss"] < 0.25
-    assert old["mean_miss"] < 0.35
-    assert old["mean_distance"] < 0.08
-
-
 class Crowd:
     """A pool whose keys have chosen homes; blocks are taken and left by hand."""
 
@@ -120,18 +110,22 @@ def test_a_key_in_its_home_stays_where_another_passed(chosen_homes, table_hash):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_crowded_homes_against_a_model(chosen_homes, seed):
+@pytest.mark.parametrize("num_blocks", [20, 120])  # tables of 5 and of 24 lines
+def test_crowded_homes_against_a_model(chosen_homes, num_blocks, seed):
     rng = np.random.default_rng(seed)
-    crowd = Crowd(120)
+    crowd = Crowd(num_blocks)
     homes = [int(h) for h in rng.integers(0, 1 << 32, 5)] + [0, TOP, TOP]
+    num_passed = 0
     for step in range(1500):
-        is_full = len(crowd.free) < 10
+        is_full = len(crowd.free) <= num_blocks // 12
         if not crowd.holders or (rng.random() < 0.55 and not is_full):
             crowd.add(homes[rng.integers(len(homes))])
         else:
             crowd.remove(list(crowd.holders)[rng.integers(len(crowd.holders))])
+        num_passed += crowd.distance > 0
         if step % 50 == 0:
             crowd.check()
+    assert num_passed > 20
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -160,3 +154,95 @@ def test_keys_leave_while_the_table_grows(chosen_homes, seed):
     assert num_growing > 20
     assert crowd.pool.num_cached_keys == len(crowd.holders)
     assert len(crowd.holders) > 1.2 * num_blocks
+
+
+@pytest.mark.parametrize("table_hash", [0, SOME_HASH, TOP])
+def test_a_key_of_several_blocks_comes_back_with_all_of_them(chosen_homes, table_hash):
+    crowd = Crowd()
+    keys = crowd.add(table_hash, LINE)
+    shared = crowd.add(table_hash, 2)
+    heirs = [crowd.free.pop() for _ in shared]
+    crowd.pool.cache_full_ids(heirs, shared, 0, UNIT)
+    assert crowd.distance == 2
+    crowd.remove(keys.pop())
+    crowd.remove(keys.pop())
+    assert crowd.distance == 0
+    for key, heir in zip(shared, heirs, strict=True):
+        assert crowd.pool.evict_ids([crowd.holders[key]]) == 1
+        crowd.holders[key] = heir
+        crowd.check()
+    for key in shared:
+        crowd.remove(key)
+
+
+@pytest.mark.parametrize("table_hash", [0, SOME_HASH, TOP])
+def test_extra_keys_of_one_block_with_one_hash_leave_one_by_one(chosen_homes, table_hash):
+    crowd = Crowd()
+    block = crowd.free.pop()
+    keys = [digest(table_hash, 1000 + i) for i in range(2 * LINE + 4)]
+    crowd.pool.cache_partial_ids([block] * len(keys), keys, [UNIT] * len(keys), 0)
+    crowd.holders = dict.fromkeys(keys, block)
+    by_key = crowd.pool.cached_block_hash_to_block
+    for i in np.random.default_rng(1).permutation(len(keys)):
+        # The primary key stays the block's own, but no look-up finds it.
+        assert by_key.pop(keys[i] + bytes(4), block).block_id == block
+        del crowd.holders[keys[i]]
+        crowd.check(absent=[keys[i]])
+        assert crowd.distance == max(len(crowd.holders) - LINE, 0) + max(
+            len(crowd.holders) - 2 * LINE, 0
+        )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_extra_keys_come_and_go_in_a_table_of_two_lines(chosen_homes, seed):
+    rng = np.random.default_rng(seed)
+    crowd = Crowd(9)
+    by_key = crowd.pool.cached_block_hash_to_block
+    most = 2 * LINE * 85 // 100
+    num_passed = 0
+    for number in range(1500):
+        if not crowd.holders or (rng.random() < 0.6 and len(crowd.holders) < most):
+            key = digest(TOP if rng.random() < 0.3 else 0, number)
+            block = int(rng.integers(1, 10))
+            crowd.pool.cache_partial_id(block, key, UNIT, 0)
+            crowd.holders[key] = block
+        else:
+            key = list(crowd.holders)[rng.integers(len(crowd.holders))]
+            by_key.pop(key + bytes(4), crowd.holders.pop(key))
+            crowd.check(absent=[key])
+        num_passed += crowd.distance > 0
+    assert crowd.pool.table_stats()["num_cells"] == 2 * LINE
+    assert num_passed > 300
+
+
+@pytest.mark.parametrize("table_hash", [0xA0000000, TOP])
+def test_a_key_comes_back_to_a_line_that_a_growing_table_has_not_left(chosen_homes, table_hash):
+    rng = np.random.default_rng(0)
+    crowd = Crowd(300)
+    keys = crowd.add(table_hash, 2 * LINE)  # the first ones stand in their home
+
+    def add_anywhere():
+        key = digest(int(rng.integers(0, 1 << 32)), crowd.number)
+        crowd.number += 1
+        crowd.holders[key] = crowd.number % 100 + 101
+        crowd.pool.cache_partial_id(crowd.holders[key], key, UNIT, 0)
+        return crowd.pool.table_stats()["num_leaving"]
+
+    while not add_anywhere():
+        pass
+    for key in keys[: LINE - 2]:
+        before = crowd.distance
+        crowd.remove(key)
+        assert crowd.distance < before
+        assert add_anywhere()
+    crowd.check()
+
+
+def test_searches_grow_no_longer_with_age():
+    rng = np.random.default_rng(0)
+    # Once over: no key was removed yet. Then ten times: keys that went past a full line would
+    # never come back, and at 64 % a look-up of what is not there would read 0.7 to 1.0 lines more.
+    new, old = (turned_over(20_000, turns, rng).table_stats() for turns in (1, 10))
+    assert new["mean_miss"] < 0.25
+    assert old["mean_miss"] < 0.35
+    assert old["mean_distance"] < 0.08

@@ -361,7 +361,7 @@ cdef object check_length(object items, size_t count, str what):
     return items
 
 
-cdef int64_t read_count(object value, object what, int64_t low, int64_t high) except -1:
+cdef int64_t read_count(object value, object what, int64_t low, int64_t high) except? -1:
     # An integer in [low, high], or an error that names it.
     cdef int overflow = 0
     cdef long long small
