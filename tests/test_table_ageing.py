@@ -198,7 +198,7 @@ def test_extra_keys_come_and_go_in_a_table_of_two_lines(chosen_homes, seed):
     rng = np.random.default_rng(seed)
     crowd = Crowd(9)
     by_key = crowd.pool.cached_block_hash_to_block
-    most = 2 * LINE * 85 // 100
+    most = 2 * LINE * 80 // 100  # beyond, the table grows
     num_passed = 0
     for number in range(1500):
         if not crowd.holders or (rng.random() < 0.6 and len(crowd.holders) < most):
