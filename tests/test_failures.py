@@ -50,7 +50,7 @@ def crowded() -> Any:
     pool = held(50, 60)
     pool.cache_full_ids(range(1, 31), CHAIN.block_hashes[:30], 0, 4)
     num_cells = pool.table_stats()["num_cells"]
-    for number in range(num_cells * 85 // 100 - 30):
+    for number in range(num_cells * 80 // 100 - 30):
         pool.cache_partial_id(1 + number % 30, OTHER_CHAIN.block_hashes[number], 4, 1)
     assert pool.table_stats()["num_cells"] == num_cells
     return pool

@@ -202,7 +202,7 @@ def test_extra_keys_come_and_go_in_a_table_of_two_lines(chosen_homes, seed):
     num_passed = 0
     for number in range(1500):
         if not crowd.holders or (rng.random() < 0.6 and len(crowd.holders) < most):
-            key = digest(TOP if rng.random() < 0.3 else 0, number)
+            key = digest(TOP if rng.random() < 0.15 else 0, number)
             block = int(rng.integers(1, 10))
             crowd.pool.cache_partial_id(block, key, UNIT, 0)
             crowd.holders[key] = block
