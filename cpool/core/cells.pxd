@@ -70,6 +70,24 @@ cdef extern from * nogil:
     #endif
     }
 
+    /* The lowest bit of word i of eight becomes bit i of `bits`. */
+    static inline void cpool_set_lowest_bits(uint32_t *words, uint32_t bits) {
+    #ifdef __SSE2__
+        __m128i one = _mm_set1_epi32(1);
+        __m128i all = _mm_set1_epi32((int)bits);
+        for (int i = 0; i < 2; i++) {
+            __m128i own = i ? _mm_setr_epi32(16, 32, 64, 128) : _mm_setr_epi32(1, 2, 4, 8);
+            __m128i set = _mm_cmpeq_epi32(_mm_and_si128(all, own), own);
+            __m128i *four = (__m128i *)words + i;
+            __m128i rest = _mm_andnot_si128(one, _mm_load_si128(four));
+            _mm_store_si128(four, _mm_or_si128(rest, _mm_and_si128(set, one)));
+        }
+    #else
+        for (int i = 0; i < CPOOL_CHUNK_CELLS; i++)
+            words[i] = (words[i] & ~(uint32_t)1) | (bits >> i & 1);
+    #endif
+    }
+
     /* Bit i: the home of word i of eight, word * num_chunks >> 32, is `chunk`. */
     static inline uint32_t cpool_at_home(const uint32_t *words, uint32_t ignored,
                                          uint32_t num_chunks, uint32_t chunk) {
@@ -110,6 +128,7 @@ cdef extern from * nogil:
         const uint32_t* words, uint32_t wanted, uint32_t ignored
     ) noexcept
     uint32_t lowest_bits "cpool_lowest_bits"(const uint32_t* words) noexcept
+    void set_lowest_bits "cpool_set_lowest_bits"(uint32_t* words, uint32_t bits) noexcept
     uint32_t at_home "cpool_at_home"(
         const uint32_t* words, uint32_t ignored, uint32_t num_chunks, uint32_t chunk
     ) noexcept
@@ -166,9 +185,7 @@ cdef inline uint32_t num_passed(const Chunk* chunk) noexcept:
 
 
 cdef inline void set_num_passed(Chunk* chunk, uint32_t count) noexcept:
-    cdef uint32_t i
-    for i in range(CHUNK_CELLS):
-        chunk.hashes[i] = (chunk.hashes[i] & ~<hash_t>COUNT_BIT) | (count >> i & 1)
+    set_lowest_bits(chunk.hashes, count)
 
 
 cdef inline hash_t hash_at(const Chunk* chunk, uint32_t cell) noexcept:

@@ -18,7 +18,7 @@ import cpool
 from cpool.core.pool import block_ids, count_evictable
 from cpool.vllm.contract import code_digest
 from cpool.vllm.guests import GuestMixin
-from cpool.vllm.tails import cache_blocks_method
+from cpool.vllm.tails import allocate_slots_method, cache_blocks_method
 
 # A miss is mostly early; a long run is looked up in ever larger pieces.
 FIRST_PIECE = 16
@@ -144,6 +144,75 @@ def repeated_caching(stock: Callable[..., Any]) -> Callable[..., Any] | None:
     return cache_blocks_method(managers.FullAttentionManager, stock, keeps_last_token)
 
 
+# What KVCacheManager.allocate_slots of 0.32 asks of full attention and sliding windows.
+COORDINATORS = (
+    "UnitaryKVCacheCoordinator",
+    "HybridKVCacheCoordinator",
+    "KVCacheCoordinatorNoPrefixCache",
+)
+ASKED_FOR_SLOTS = (
+    ("kv_cache_manager", ("KVCacheManager",), {"create_kv_cache_blocks": "86b53762a65f969c"}),
+    (
+        "kv_cache_coordinator",
+        COORDINATORS,
+        {
+            "get_num_blocks_to_allocate": "e81e204ee89dc652",
+            "remove_skipped_blocks": "50a97b7c1ba44766",
+            "allocate_new_blocks": "4cc3478de95c98f2",
+            "cache_blocks": "caa13c87a903ef46",
+        },
+    ),
+    (
+        "single_type_kv_cache_manager",
+        ("FullAttentionManager",),
+        {
+            "get_num_blocks_to_allocate": "7a29a8cc4f5abd4a",
+            "remove_skipped_blocks": "7a3b2a9d07ca935b",
+            "get_num_skipped_tokens": "9b365c9597de4677",
+            "allocate_new_blocks": "c42e7597894280a1",
+            "cache_blocks": "a912780a75aa26b7",
+            "_cache_partial_tail_block": "b0c2b5d9c852339a",
+        },
+    ),
+    (
+        "single_type_kv_cache_manager",
+        ("SlidingWindowManager",),
+        {
+            "get_num_blocks_to_allocate": "7a29a8cc4f5abd4a",
+            "remove_skipped_blocks": "7a3b2a9d07ca935b",
+            "_remove_blocks_in_range": "f89645e54b1c5a14",
+            "get_num_skipped_tokens": "d86de5483e7867f7",
+            "allocate_new_blocks": "c42e7597894280a1",
+            "cache_blocks": "7eed9b866f27b2b9",
+        },
+    ),
+)
+
+
+def slots_of_running(stock: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Returns KVCacheManager.allocate_slots, which first asks if there is nothing to do."""
+    from vllm.v1.core import kv_cache_coordinator, kv_cache_manager, single_type_kv_cache_manager
+    from vllm.v1.request import RequestStatus
+
+    for module_name, class_names, methods in ASKED_FOR_SLOTS:
+        module = import_module(f"vllm.v1.core.{module_name}")
+        for class_name in class_names:
+            for name, known_digest in methods.items():
+                method = getattr(getattr(module, class_name), name, None)
+                if method is None or code_digest(method) != known_digest:
+                    return None
+    return allocate_slots_method(
+        kv_cache_manager.KVCacheManager,
+        stock,
+        frozenset(getattr(kv_cache_coordinator, name) for name in COORDINATORS),
+        single_type_kv_cache_manager.FullAttentionManager,
+        single_type_kv_cache_manager.SlidingWindowManager,
+        RequestStatus.WAITING,
+        RequestStatus.PREEMPTED,
+        keeps_last_token=True,
+    )
+
+
 def evictable_blocks(stock: Callable[..., Any]) -> Callable[..., Any]:
     def _get_num_evictable_blocks(cls: type, blocks: Sequence[Any]) -> int:
         return count_evictable(blocks)
@@ -168,6 +237,14 @@ def ids_of_groups(stock: Callable[..., Any]) -> Callable[..., Any]:
 # Module, class, method, digest of its code in the releases it was written after, and what
 # makes ours of stock's, or None where what that calls is not known.
 METHODS = (
+    # Before the methods that it asks are replaced.
+    (
+        "vllm.v1.core.kv_cache_manager",
+        "KVCacheManager",
+        "allocate_slots",
+        "4a978f695974c9d5",  # 0.32
+        slots_of_running,
+    ),
     (
         "vllm.v1.core.single_type_kv_cache_manager",
         "FullAttentionManager",

@@ -4,3 +4,13 @@ from collections.abc import Callable
 def cache_blocks_method(
     cls: type, stock: Callable[..., None], keeps_last_token: bool
 ) -> Callable[..., None]: ...
+def allocate_slots_method(
+    cls: type,
+    stock: Callable[..., object],
+    coordinators: frozenset[type],
+    full_cls: type,
+    sliding_cls: type,
+    waiting: object,
+    preempted: object,
+    keeps_last_token: bool,
+) -> Callable[..., object]: ...

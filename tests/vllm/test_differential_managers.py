@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     SlidingWindowSpec,
 )
+from vllm.v1.request import RequestStatus
 
 from .differential import Metrics, assert_same, build_managers, make_request, observe
 
@@ -29,6 +30,14 @@ MAX_TOKENS = 64
 full = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
 window = SlidingWindowSpec(
     block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32, sliding_window=10
+)
+longer_window = SlidingWindowSpec(
+    block_size=BLOCK_SIZE,
+    num_kv_heads=1,
+    head_size=1,
+    dtype=torch.float32,
+    sliding_window=10,
+    extra_retained_tokens=3,
 )
 wide_full = FullAttentionSpec(
     block_size=2 * BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32
@@ -50,12 +59,22 @@ CASES = {
         "hash_block_size": BLOCK_SIZE,
         "use_eagle": True,
     },
+    "full attention, the last tokens computed again": {
+        "specs": [full],
+        "hash_block_size": BLOCK_SIZE,
+        "use_eagle": True,
+        "num_prefill_lookahead": 3,
+    },
     "sliding window": {"specs": [window], "hash_block_size": BLOCK_SIZE},
     "full and sliding window": {"specs": [full, window], "hash_block_size": BLOCK_SIZE},
     "full and sliding window with EAGLE": {
         "specs": [full, window],
         "hash_block_size": BLOCK_SIZE,
         "use_eagle": True,
+    },
+    "full and a window that retains more": {
+        "specs": [full, longer_window],
+        "hash_block_size": BLOCK_SIZE,
     },
     "two block sizes": {"specs": [wide_full, window], "hash_block_size": BLOCK_SIZE},
     "Mamba with partial hits": {"specs": [full, mamba], "hash_block_size": 2},
@@ -69,7 +88,13 @@ CASES = {
 
 
 def make_manager(
-    specs, hash_block_size, num_blocks, use_eagle=False, enable_caching=True
+    specs,
+    hash_block_size,
+    num_blocks,
+    use_eagle=False,
+    enable_caching=True,
+    watermark=0.0,
+    num_prefill_lookahead=0,
 ) -> KVCacheManager:
     return KVCacheManager(
         KVCacheConfig(
@@ -87,6 +112,8 @@ def make_manager(
         enable_kv_cache_events=True,
         log_stats=True,
         metrics_collector=Metrics(),
+        watermark=watermark,
+        num_prefill_lookahead=num_prefill_lookahead,
     )
 
 
@@ -97,7 +124,10 @@ class Serving:
         self.random = random.Random(seed)
         self.case = case
         num_blocks = self.random.choice([14, 25, 60])
-        self.managers = build_managers(partial(make_manager, num_blocks=num_blocks, **case))
+        watermark = self.random.choice([0.0, 0.1])
+        self.managers = build_managers(
+            partial(make_manager, num_blocks=num_blocks, watermark=watermark, **case)
+        )
         self.running: list[tuple] = []  # the same request twice, once per manager
         self.num_requests = 0
         self.keys: set[bytes] = set()
@@ -141,8 +171,12 @@ class Serving:
         hits = [0, 0]
         allocated = []
         chunk = None
+        reserved = self.random.choice([0] * 12 + [1, 5, 100])
+        is_alone = self.random.random() < 0.2
+        in_flight = self.random.choice([0, 0, 0, 1, 6])
         for side, (manager, request) in enumerate(zip(self.managers, pair, strict=True)):
             blocks = None
+            request.num_in_flight_tokens = 0 if is_new else in_flight
             if is_new:
                 found = manager.get_computed_blocks(request)
                 blocks, hits[side], request.shared_prefix_boundary = found
@@ -155,6 +189,8 @@ class Serving:
                 hits[side],
                 blocks,
                 num_lookahead_tokens=2 if self.case.get("use_eagle") else 0,
+                reserved_blocks=reserved,
+                has_scheduled_reqs=not is_alone,
             )
             allocated.append(None if new is None else new.get_block_ids(allow_none=True))
         assert hits[1] == hits[0], "hits differ"
@@ -163,6 +199,7 @@ class Serving:
             return False
         for request in pair:
             request.num_computed_tokens += hits[0] + chunk
+            request.status = RequestStatus.RUNNING
         return True
 
     def chunk_from(self, request, start: int) -> int:
@@ -192,6 +229,7 @@ class Serving:
         for manager, request in zip(self.managers, pair, strict=True):
             manager.free(request)
             request.num_computed_tokens = 0
+            request.status = RequestStatus.PREEMPTED
         if self.schedule(pair, is_new=True):
             self.running.append(pair)
 
@@ -220,6 +258,14 @@ class Serving:
                 for manager, request in zip(self.managers, pair, strict=True)
             ]
             assert tables[1] == tables[0], f"block tables differ after {where}"
+        notes = [
+            [
+                (dict(group.num_cached_block), list(group.req_to_blocks), group.new_block_ids)
+                for group in manager.coordinator.single_type_managers
+            ]
+            for manager in self.managers
+        ]
+        assert notes[1] == notes[0], f"the managers' notes differ after {where}"
         observed = [
             observe(manager.block_pool, self.keys, manager.take_events())
             for manager in self.managers
