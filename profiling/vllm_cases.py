@@ -437,6 +437,68 @@ def decode():
         yield [nanoseconds], len(requests), decided
 
 
+@case("decode_hybrid", "Decode step: the same, full attention and Mamba in blocks of 1,600 tokens")
+def decode_hybrid():
+    import torch
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        MambaSpec,
+    )
+
+    size, num_prompt_tokens = 100 * BLOCK_SIZE, 1_000
+    full = FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    mamba = MambaSpec(
+        block_size=size, shapes=((1, 1),), dtypes=(torch.float32,), mamba_cache_mode="align"
+    )
+    groups = [KVCacheGroupSpec(["layer 0"], full), KVCacheGroupSpec(["layer 1"], mamba)]
+    manager = KVCacheManager(
+        KVCacheConfig(num_blocks=10_000, kv_cache_tensors=[], kv_cache_groups=groups),
+        131_072, size, BLOCK_SIZE, log_stats=False,
+    )  # fmt: skip
+    rng, hasher = random.Random(12), request_hasher()
+    requests = [
+        make_request(
+            str(i), [rng.randrange(128_000) for _ in range(num_prompt_tokens + i % size)], hasher
+        )
+        for i in range(256)
+    ]
+
+    def step(request, num_new_tokens):
+        manager.new_step_starts()
+        new = manager.allocate_slots(request, num_new_tokens)
+        request.num_computed_tokens += num_new_tokens
+        copies, kept = manager.take_kv_cache_block_copies()
+        manager.block_pool.free_blocks(kept)
+        return new.get_block_ids(allow_none=True), list(copies)
+
+    for request in requests:
+        # As the scheduler cuts a prompt: at its last hash, where its state is kept.
+        last = (request.num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
+        for chunk in (last, request.num_tokens - last):
+            step(request, chunk)
+    settle()
+
+    def run():
+        decided = []
+        for request in requests:
+            new = manager.allocate_slots(request, 1)
+            request.num_computed_tokens += 1
+            decided.append(new.get_block_ids(allow_none=True))
+        return decided
+
+    while True:
+        for request in requests:
+            request.append_output_token_ids(7)
+        manager.new_step_starts()
+        nanoseconds, decided = timed(run)
+        _, kept = manager.take_kv_cache_block_copies()
+        manager.block_pool.free_blocks(kept)
+        yield [nanoseconds], len(requests), decided
+
+
 def make_scheduler(num_requests):
     from vllm.config import (
         CacheConfig,

@@ -144,12 +144,13 @@ def repeated_caching(stock: Callable[..., Any]) -> Callable[..., Any] | None:
     return cache_blocks_method(managers.FullAttentionManager, stock, keeps_last_token)
 
 
-# What KVCacheManager.allocate_slots of 0.32 asks of full attention and sliding windows.
+# What KVCacheManager.allocate_slots of 0.32 asks of full attention, sliding windows and Mamba.
 COORDINATORS = (
     "UnitaryKVCacheCoordinator",
     "HybridKVCacheCoordinator",
     "KVCacheCoordinatorNoPrefixCache",
 )
+KINDS = ("FullAttentionManager", "SlidingWindowManager", "MambaManager")
 ASKED_FOR_SLOTS = (
     ("kv_cache_manager", ("KVCacheManager",), {"create_kv_cache_blocks": "86b53762a65f969c"}),
     (
@@ -186,6 +187,20 @@ ASKED_FOR_SLOTS = (
             "cache_blocks": "7eed9b866f27b2b9",
         },
     ),
+    (
+        "single_type_kv_cache_manager",
+        ("MambaManager",),
+        {
+            "get_num_blocks_to_allocate": "f2e7981241e32a1f",
+            "remove_skipped_blocks": "62044213d26c0054",
+            "_remove_blocks_in_range": "1f6e3ce958a03a3d",
+            "get_num_skipped_tokens": "37c27d26a3727c14",
+            "_needs_internal_checkpoint": "9da8d8d749add31a",
+            "allocate_new_blocks": "59ea0d62b5e1dab9",
+            "cache_blocks": "ede5495c93e19cdd",
+            "_cache_partial_tail_block": "60985f96496b3e78",
+        },
+    ),
 )
 
 
@@ -205,8 +220,7 @@ def slots_of_running(stock: Callable[..., Any]) -> Callable[..., Any] | None:
         kv_cache_manager.KVCacheManager,
         stock,
         frozenset(getattr(kv_cache_coordinator, name) for name in COORDINATORS),
-        single_type_kv_cache_manager.FullAttentionManager,
-        single_type_kv_cache_manager.SlidingWindowManager,
+        tuple(getattr(single_type_kv_cache_manager, name) for name in KINDS),
         RequestStatus.WAITING,
         RequestStatus.PREEMPTED,
         keeps_last_token=True,

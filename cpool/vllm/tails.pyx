@@ -55,6 +55,7 @@ cdef bint are_cached(
     cdef PyObject* digest
     cdef long long tokens, block_size, boundary, step
     cdef Py_ssize_t index
+    cdef uint32_t group
     if not isinstance(pool, BlockPool):
         return False
     tokens = num_tokens
@@ -93,27 +94,30 @@ cdef bint are_cached(
     ):
         return False
     (<BlockPool>pool).prefetch_key((<KVCacheBlock>block).index)
-    return type(<object>digest) is bytes and (<BlockPool>pool).has_primary_key(
-        (<KVCacheBlock>block).index, <bytes>digest, <uint32_t>manager.kv_cache_group_id
-    )
+    if type(<object>digest) is not bytes:
+        return False
+    group = manager.kv_cache_group_id
+    # Once the block has filled up, the tail is one of its extra keys.
+    return (<BlockPool>pool).has_primary_key(
+        (<KVCacheBlock>block).index, <bytes>digest, group
+    ) or (<BlockPool>pool).holds((<KVCacheBlock>block).index, <bytes>digest, group)
 
 
 def allocate_slots_method(
-    cls, stock, frozenset coordinators, full_cls, sliding_cls, waiting, preempted,
-    bint keeps_last_token,
+    cls, stock, frozenset coordinators, tuple kinds, waiting, preempted, bint keeps_last_token
 ):
     """Returns what to put in the place of ``KVCacheManager.allocate_slots``.
 
-    In most steps a running request's next token has its slot already, no block leaves its
-    window, and nothing more is to be registered: then stock's method, which asks so of every
+    In most steps a running request's next token has its slot already, no block or state leaves
+    its window, and nothing more is to be registered: then stock's method, which asks so of every
     part, would change nothing.
 
     Args:
         cls: the manager. For an instance of a subclass the stock method is called.
         stock: its method, which is called wherever there is something to do.
         coordinators: the classes that ask nothing else of the managers of their groups.
-        full_cls: ``FullAttentionManager``; a group of another kind than these two is stock's.
-        sliding_cls: ``SlidingWindowManager``.
+        kinds: ``FullAttentionManager``, ``SlidingWindowManager`` and ``MambaManager``. Where
+            there is a group of another kind the stock method is called.
         waiting: a status for which, beside other requests, a watermark of blocks is kept free.
         preempted: another.
         keeps_last_token: as of `cache_blocks_method`.
@@ -141,8 +145,7 @@ def allocate_slots_method(
             and type(self) is cls
             and type(self.coordinator) in coordinators
             and have_slots(
-                self, request, num_new_tokens, num_lookahead_tokens, full_cls, sliding_cls,
-                keeps_last_token,
+                self, request, num_new_tokens, num_lookahead_tokens, kinds, keeps_last_token
             )
         ):
             kept_free = reserved_blocks
@@ -165,7 +168,7 @@ def allocate_slots_method(
 
 cdef bint have_slots(
     object kv_cache_manager, object request, object num_new_tokens, object num_lookahead_tokens,
-    object full_cls, object sliding_cls, bint keeps_last_token,
+    tuple kinds, bint keeps_last_token,
 ) except -1:
     """Whether it is plain that a request's blocks have room for its new tokens, that none of
     them is to be freed, and that all that can be registered are.
@@ -173,41 +176,63 @@ cdef bint have_slots(
     cdef object coordinator = kv_cache_manager.coordinator
     cdef object request_id = request.request_id
     cdef object manager, num_cacheable, num_to_cache
+    cdef object full_cls, sliding_cls, mamba_cls
     cdef Py_ssize_t group_id
-    cdef PyObject* blocks
+    cdef PyObject* found
+    cdef list blocks
     cdef long long new_tokens = num_new_tokens
     cdef long long lookahead = num_lookahead_tokens
     cdef long long max_model_len = kv_cache_manager.max_model_len
     cdef long long num_computed = min(<long long>request.num_computed_tokens, max_model_len)
+    cdef long long num_processed = num_computed - <long long>request.num_in_flight_tokens
     cdef long long need = min(num_computed + new_tokens + lookahead, max_model_len)
     if new_tokens <= 0 or lookahead < 0:
         return False
     if not isinstance(kv_cache_manager.block_pool, BlockPool):
         return False
+    full_cls, sliding_cls, mamba_cls = kinds
     num_to_cache = min(num_computed + new_tokens, <long long>request.num_tokens)
     for group_id, manager in enumerate(coordinator.single_type_managers):
-        if type(manager) is not full_cls and type(manager) is not sliding_cls:
+        found = PyDict_GetItemWithError(manager.req_to_blocks, request_id)
+        if found == NULL or type(<object>found) is not list:
             return False
+        blocks = <list>found
         if PyDict_GetItemWithError(manager._partial_hit_reqs, request_id) != NULL:
             return False    # its tail is to be copied
-        blocks = PyDict_GetItemWithError(manager.req_to_blocks, request_id)
-        if blocks == NULL or type(<object>blocks) is not list:
-            return False
-        if need > <long long>manager.block_size * PyList_GET_SIZE(<object>blocks):
-            return False
-        if type(manager) is sliding_cls and not is_in_window(
-            manager, <object>blocks, num_computed - <long long>request.num_in_flight_tokens
-        ):
-            return False
-        if not manager.enable_caching:
-            continue
         num_cacheable = coordinator.get_num_cacheable_tokens(num_to_cache, group_id)
         if type(manager) is full_cls:
-            if not are_cached(manager, request, num_cacheable, keeps_last_token):
+            if not has_room(manager, blocks, need):
                 return False
-        elif not are_full_blocks_cached(manager, request_id, num_cacheable):
+            if manager.enable_caching and not are_cached(
+                manager, request, num_cacheable, keeps_last_token
+            ):
+                return False
+        elif type(manager) is sliding_cls:
+            if not has_room(manager, blocks, need):
+                return False
+            if not is_in_window(manager, blocks, num_processed):
+                return False
+            if manager.enable_caching and not are_full_blocks_cached(
+                manager, request_id, num_cacheable
+            ):
+                return False
+        elif type(manager) is mamba_cls:
+            # Draft tokens have no states.
+            if not keeps_state(
+                manager, request_id, blocks, num_computed + new_tokens, num_processed
+            ):
+                return False
+            if manager.enable_caching and not are_states_cached(
+                manager, request_id, num_cacheable
+            ):
+                return False
+        else:
             return False
     return True
+
+
+cdef bint has_room(object manager, list blocks, long long num_tokens) except -1:
+    return num_tokens <= <long long>manager.block_size * len(blocks)
 
 
 cdef bint is_in_window(object manager, list blocks, long long num_processed) except -1:
@@ -217,6 +242,41 @@ cdef bint is_in_window(object manager, list blocks, long long num_processed) exc
     skipped -= <long long>manager.extra_retained_tokens
     last = min(skipped // <long long>manager.block_size, len(blocks)) - 1 if skipped > 0 else -1
     return last < 0 or blocks[last] is manager._null_block
+
+
+cdef bint keeps_state(
+    object manager, object request_id, list blocks, long long num_tokens, long long num_processed
+) except -1:
+    """Whether so many tokens take as many blocks as there are, all states that are not needed
+    any more are gone, and none is set apart for a later request.
+    """
+    cdef long long block_size = manager.block_size
+    cdef long long num_blocks = (num_tokens + block_size - 1) // block_size
+    cdef long long num_past = min((max(num_processed, 0) - 1) // block_size, len(blocks))
+    cdef PyObject* found
+    cdef Py_ssize_t last
+    if manager.mamba_cache_mode != "align" or manager.has_prefill_checkpoint_blocks:
+        return False
+    if num_blocks + <long long>manager.num_speculative_blocks != len(blocks):
+        return False
+    if request_id not in manager._allocated_block_reqs or request_id in manager._checkpoints:
+        return False
+    found = PyDict_GetItemWithError(manager._num_retired_blocks, request_id)
+    if num_past > (<object>found if found != NULL else 0):
+        return False
+    found = PyDict_GetItemWithError(manager.last_state_block_idx, request_id)
+    if found == NULL:
+        return True
+    last = <object>found
+    num_blocks = (max(num_processed, 0) + block_size - 1) // block_size
+    return last >= num_blocks - 1 or blocks[last] is manager._null_block
+
+
+cdef bint are_states_cached(object manager, object request_id, object num_tokens) except -1:
+    """Whether there is no state to register: not of full blocks, nor at a boundary of hashes."""
+    return num_tokens % manager.block_pool.hash_block_size != 0 and (
+        are_full_blocks_cached(manager, request_id, num_tokens)
+    )
 
 
 cdef bint are_full_blocks_cached(object manager, object request_id, object num_tokens) except -1:

@@ -95,6 +95,10 @@ def test_a_block_that_fills_up_is_registered(manager, cache, stock, request_of_f
     assert stock.calls == 2
     assert manager.req_to_blocks["request"][3].block_hash == key_of(request, 16)
     assert manager.num_cached_block["request"] == 4
+    # The tail is now one of the block's extra keys.
+    assert block_under(manager, key_of(request, TAIL)) is manager.req_to_blocks["request"][3]
+    cache(request, 4 * BLOCK_SIZE)
+    assert stock.calls == 2
 
 
 def test_a_tail_that_was_evicted_is_registered_again(manager, cache, stock, request_of_four_blocks):

@@ -5,11 +5,18 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs a vLLM: tests/vllm/run --set own")
 
+from dataclasses import replace
 from functools import partial
 
+import torch
 from vllm.v1.core import kv_cache_coordinator
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
+from vllm.v1.core.single_type_kv_cache_manager import (
+    FullAttentionManager,
+    MambaManager,
+    SlidingWindowManager,
+)
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 from vllm.v1.request import RequestStatus
 
 from cpool.vllm.tails import allocate_slots_method
@@ -17,6 +24,13 @@ from cpool.vllm.tails import allocate_slots_method
 from .differential import build_managers, make_request, stock_method
 from .test_differential_managers import BLOCK_SIZE, full, make_manager, mamba, window
 
+chunked = ChunkedLocalAttentionSpec(
+    block_size=BLOCK_SIZE,
+    num_kv_heads=1,
+    head_size=1,
+    dtype=torch.float32,
+    attention_chunk_size=4 * BLOCK_SIZE,
+)
 PROMPT = 5 * BLOCK_SIZE + 1
 NUM_TOKENS = 12 * BLOCK_SIZE
 STOCK = stock_method(KVCacheManager, "allocate_slots")
@@ -54,8 +68,7 @@ class Pair:
                     kv_cache_coordinator.KVCacheCoordinatorNoPrefixCache,
                 }
             ),
-            FullAttentionManager,
-            SlidingWindowManager,
+            (FullAttentionManager, SlidingWindowManager, MambaManager),
             RequestStatus.WAITING,
             RequestStatus.PREEMPTED,
             True,
@@ -141,8 +154,22 @@ def test_groups_of_both_kinds():
     assert pair.decode() == steps({0, BLOCK_SIZE - 1, 9 % BLOCK_SIZE})
 
 
+def test_states_of_mamba():
+    # A hash ends every 4 tokens, a block every 16. The state before the last is freed as soon as
+    # the last one was computed: also that of the prompt.
+    size, hash_size = 16, 4
+    specs = [replace(spec, block_size=size) for spec in (full, mamba)]
+    pair = Pair(specs, hash_block_size=hash_size)
+    pair.prefill()
+    assert pair.decode() == [
+        at
+        for at in range(PROMPT, NUM_TOKENS)
+        if at % size in (0, 1) or (at + 1) % hash_size == 0 or at == PROMPT
+    ]
+
+
 def test_a_group_of_another_kind_is_stock_s():
-    pair = Pair([full, mamba])
+    pair = Pair([chunked])
     pair.prefill()
     assert pair.decode() == steps(range(BLOCK_SIZE))
 
@@ -210,6 +237,15 @@ def test_a_request_that_was_freed_is_stock_s(running):
         manager.free(request)
         request.num_computed_tokens = 0
     assert running.allocate(PROMPT)[1]
+
+
+def test_a_tail_that_is_to_be_copied_is_stock_s(running):
+    for manager in running.managers:
+        group = manager.coordinator.single_type_managers[0]
+        group._partial_hit_reqs["request"] = (5, group.req_to_blocks["request"][5])
+    before = running.managers[1].get_block_ids("request")
+    assert running.allocate()[1]
+    assert running.managers[1].get_block_ids("request") != before
 
 
 def test_a_subclass_is_stock_s(running):
