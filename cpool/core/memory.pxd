@@ -68,6 +68,7 @@ cdef extern from * nogil:
 cdef enum:
     CACHE_LINE = 64
     HUGE_FROM_BYTES = 4 << 20   # smaller arrays gain nothing from 2 MiB pages
+    SPARE_RECORDS = 4096        # that an arena keeps beyond those in use
 
 
 cdef struct Array:
@@ -183,16 +184,27 @@ cdef inline void give_back(Arena* arena, record_id_t id) noexcept:
     arena.num_live -= 1
 
 
-cdef inline void arena_trim(Arena* arena) noexcept:
-    # Chunks that were reserved and then not needed go back to the system.
+cdef inline void arena_trim_to(Arena* arena, size_t num_spare) noexcept:
+    # Chunks that were reserved and then not needed go back to the system, but for those of that
+    # many records.
     cdef Array* chunk
     while arena.num_chunks and (
-        (<size_t>(arena.num_chunks - 1) << arena.chunk_shift) >= arena.high_water
+        (<size_t>(arena.num_chunks - 1) << arena.chunk_shift) >= arena.high_water + num_spare
     ):
         arena.num_chunks -= 1
         chunk = &(<Array*>arena.chunks.data)[arena.num_chunks]
         arena.nbytes -= chunk.nbytes
         release(chunk)
+
+
+cdef inline void arena_trim(Arena* arena) noexcept:
+    arena_trim_to(arena, 0)
+
+
+cdef inline void arena_trim_excess(Arena* arena) noexcept:
+    # What was reserved for the worst case of a large batch. What a batch of the usual size may
+    # need stays, so that it is not allocated again and again.
+    arena_trim_to(arena, SPARE_RECORDS)
 
 
 cdef inline int arena_widen(Arena* fresh, const Arena* old, size_t record_bytes) except -1:

@@ -422,6 +422,13 @@ cdef inline int reserve(
     return space
 
 
+cdef inline void trim_excess(Core* core) noexcept:
+    # Whatever reserve() made room for is registered, or will not be.
+    memory.arena_trim_excess(&core.index.extras)
+    memory.arena_trim_excess(&core.shared.keys)
+    memory.arena_trim_excess(&core.shared.members)
+
+
 cdef inline void join_shared(Core* core, record_id_t key_id, Holder holder) noexcept:
     cdef record_id_t id = shared_keys.append(&core.shared, key_id, holder.block, holder.extra)
     memcpy(slot_of(core, holder), &id, sizeof(record_id_t))
