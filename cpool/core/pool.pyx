@@ -24,8 +24,8 @@ from cpool.core.registry cimport Core, Holder
 from cpool.core.types cimport (
     BlockState, block_id_t, hash_t, int32_t, int64_t, record_id_t, ref_t, space_t, uint8_t,
     uint16_t, uint32_t, uint64_t, INDEX_MASK, LOOSE_FLAG, MAX_BLOCKS, MAX_HASH_BYTES,
-    MAX_NUM_TOKENS, NO_BLOCK, NO_RECORD, NO_TOKENS_FLAG, NOT_QUEUED, NULL_BLOCK, SHARED,
-    SHARED_FLAG, SPACE_MASK,
+    MAX_NUM_TOKENS, MAX_REF_CNT, NO_BLOCK, NO_RECORD, NO_TOKENS_FLAG, NOT_QUEUED, NULL_BLOCK,
+    SHARED, SHARED_FLAG, SPACE_MASK,
 )
 from cpython.buffer cimport (
     Py_buffer, PyBUF_FORMAT, PyBUF_STRIDED_RO, PyBuffer_FillInfo,
@@ -64,7 +64,6 @@ cdef extern from *:
     int PyGC_Enable()
 
 cdef enum:
-    MAX_REF_CNT = 0x7FFFFFFF
     STEP = 1024                     # registrations that memory is reserved for at once
     SMALL_INT = 256                 # up to here Python has its integers already
     HANDLES_AT_ONCE = 1024          # that memory is prepared for

@@ -18,7 +18,8 @@ from cpool.core.registry cimport Core, Holder
 from cpool.core.keys cimport Key
 from cpool.core.memory cimport prefetch
 from cpool.core.types cimport (
-    block_id_t, int64_t, space_t, uint32_t, uint64_t, MAX_HASH_BYTES, MAX_NUM_TOKENS, NO_RECORD,
+    block_id_t, int32_t, int64_t, space_t, uint32_t, uint64_t, MAX_HASH_BYTES, MAX_NUM_TOKENS,
+    MAX_REF_CNT, NO_RECORD,
 )
 from cpool.prefix cimport evictions, lookup, rows
 from cpool.prefix.evictions cimport Eviction, Evictions
@@ -36,6 +37,7 @@ import time
 
 import numpy as np
 
+from cpool.core.contract import ContractError
 from cpool.hashing import BlockHashes
 from cpool.prefix.explain import PartialTail, explain
 from cpool.prefix.groups import ChunkedLocal, FullAttention, Mamba, SlidingWindow, plan, window_of
@@ -349,8 +351,9 @@ cdef class PrefixCache:
             was changed.
 
         Raises:
-            ValueError: The match is stale, or the chunk passes a Mamba boundary from inside
-                a block (see `chunk_end`).
+            ValueError: The match is stale, the chunk passes a Mamba boundary from inside a
+                block (see `chunk_end`), or a block has as many holders as can be counted;
+                nothing was changed.
         """
         cdef uint64_t new = read_tokens(num_new_tokens, "num_new_tokens", 1, MAX_NUM_TOKENS)
         cdef uint64_t prompt = read_tokens(
@@ -383,8 +386,9 @@ cdef class PrefixCache:
             uint32 arrays; None if there are too few blocks.
 
         Raises:
-            ValueError: The request is not running, or the chunk passes a Mamba boundary from
-                inside a block.
+            ValueError: The request is not running, the chunk passes a Mamba boundary from
+                inside a block, or a block that has to be copied has as many holders as can be
+                counted; nothing was changed.
         """
         cdef uint64_t new = read_tokens(num_new_tokens, "num_new_tokens", 1, MAX_NUM_TOKENS)
         cdef uint64_t kept = read_tokens(reserve, "reserve", 0, MAX_NUM_TOKENS)
@@ -396,6 +400,7 @@ cdef class PrefixCache:
                 num_computed_tokens, "num_computed_tokens", 0, request.num_tokens
             )
         check_chunk(self, computed, computed + new)
+        check_saved_states(self, request)
         free_skipped(self, request, computed)
         return append(self, request, computed + new, kept)
 

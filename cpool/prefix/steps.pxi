@@ -27,6 +27,23 @@ cdef int check_chunk(PrefixCache cache, uint64_t start, uint64_t end) except -1:
     return 0
 
 
+cdef int check_holder(const Core* core, block_id_t id) except -1:
+    # Whether one more can hold the block.
+    cdef int32_t held = registry.num_holders(core, id)
+    if held == MAX_REF_CNT:
+        raise ContractError(f"ref_cnt of block {id} is {held}; 1 more would pass {MAX_REF_CNT}")
+    return 0
+
+
+cdef int check_saved_states(PrefixCache cache, Request request) except -1:
+    # A copy that saves a state holds the block that it is of.
+    cdef uint32_t g
+    for g in range(cache.num_groups):
+        if request.rows[g].tail >= 0:
+            check_holder(&cache.pool.core, request.rows[g].ids[request.rows[g].tail])
+    return 0
+
+
 cdef inline uint64_t state_boundary(
     uint64_t num_tokens, uint64_t unit, bint gives_back
 ) noexcept:
@@ -185,6 +202,23 @@ cdef int take_blocks(PrefixCache cache, IdBuffer fresh) except -1:
     return 0
 
 
+cdef int check_again(PrefixCache cache, Request request, IdBuffer fresh) except -1:
+    # After take_blocks(): hooks of the pool may have written the counts of the blocks that
+    # copies will hold. On failure the new blocks go back.
+    cdef size_t placed = 0
+    cdef uint32_t g
+    try:
+        check_saved_states(cache, request)
+        for g in range(cache.num_groups):
+            if cache.needs[g].copies:
+                check_holder(&cache.pool.core, fresh.ids[placed])
+            placed += cache.needs[g].copies + cache.needs[g].num_new
+    except BaseException:
+        cache.pool.release(fresh, cache.pool.enable_caching, False)
+        raise
+    return 0
+
+
 cdef inline size_t put_new(
     Row* row, const Kind* kind, const Need* need, uint64_t num_tokens, const block_id_t* fresh
 ) noexcept:
@@ -230,6 +264,7 @@ cdef Request admit(
     cache.pool.touch_run(touched.ids, touched.count)
     try:
         take_blocks(cache, fresh)
+        check_again(cache, request, fresh)
     except BaseException:
         cache.pool.release(touched, cache.pool.enable_caching, False)
         raise
@@ -321,6 +356,7 @@ cdef object append(PrefixCache cache, Request request, uint64_t num_tokens, uint
     added = prepare_append(cache, request, num_tokens)
     result = tuple(added)
     take_blocks(cache, fresh)
+    check_again(cache, request, fresh)
     for g in range(cache.num_groups):
         need = &cache.needs[g]
         row = &request.rows[g]
