@@ -51,7 +51,7 @@ cdef enum:
 cdef struct Snapshot:       # of a pool: two that are equal mean that no block changed its keys
     uint64_t num_steps
     uint64_t num_registrations
-    uint64_t num_evicted
+    uint64_t num_departures
     uint64_t num_free
 
 
@@ -204,7 +204,7 @@ cdef class PrefixCache:
         cdef Snapshot now
         now.num_steps = self.num_steps
         now.num_registrations = self.pool.core.num_registrations
-        now.num_evicted = self.pool.num_evicted_blocks
+        now.num_departures = self.pool.core.num_departures
         now.num_free = self.pool.core.queue.num_free
         return now
 
@@ -273,6 +273,7 @@ cdef class PrefixCache:
         match.hashes = hashes
         match.max_tokens = max_tokens
         match.num_hashes = batch.count
+        match.width = batch.width
         query.found = match.rows
         return match
 
@@ -484,20 +485,26 @@ cdef class PrefixCache:
     cdef int check_fresh(self, PrefixMatch match) except -1:
         # The blocks of a match that is not held may have been given to others.
         cdef Snapshot now = self.take_snapshot()
-        cdef PrefixMatch again
         if match.cache is not self:
             raise ValueError("the match is another cache's")
-        if memcmp(&now, &match.snapshot, sizeof(Snapshot)) == 0:
-            return 0
-        again = self.find(
-            match.hashes, read_hashes(match.hashes, -1, self.pool.hash_width), match.max_tokens
-        )
-        if not match.same_blocks(again):
+        if memcmp(&now, &match.snapshot, sizeof(Snapshot)) and self.find_again(match) is not match:
             raise ValueError(
                 f"the match of {match.num_tokens} tokens is stale: the pool has changed since "
                 "the lookup"
             )
         return 0
+
+    cdef PrefixMatch find_again(self, PrefixMatch match):
+        # The match itself, unless a lookup finds other blocks now.
+        cdef HashBatch batch = read_hashes(
+            match.hashes, -1, self.pool.hash_width if self.pool.hash_width else match.width
+        )
+        cdef uint64_t unit = self.pool.hash_block_size
+        # The hashes may have become fewer.
+        cdef PrefixMatch again = self.find(
+            match.hashes, batch, min(match.max_tokens, batch.count * unit + unit - 1)
+        )
+        return match if match.same_blocks(again) else again
 
     # What an engine plans with ------------------------------------------------------------
 
