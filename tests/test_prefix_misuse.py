@@ -112,3 +112,15 @@ def test_counts_that_a_hook_writes_meanwhile_do_not_wrap_round() -> None:
     assert after == before
     assert world.state.ref_cnt == MOST_HOLDERS
     world.pool.check_consistency()
+
+
+@pytest.mark.parametrize("pool", [None, 5, "pool", BlockPool])
+def test_a_cache_over_no_pool_names_what_was_given(pool: Any) -> None:
+    with pytest.raises(TypeError, match=f"pool must be a BlockPool, not {type(pool).__name__}"):
+        PrefixCache(pool, [FullAttention(UNIT)])
+
+
+@pytest.mark.parametrize("groups", [None, 5, FullAttention(UNIT)], ids=repr)
+def test_groups_that_are_no_sequence_are_named(groups: Any) -> None:
+    with pytest.raises(TypeError, match=f"groups must be .*, not {type(groups).__name__}"):
+        PrefixCache(BlockPool(8, True, UNIT), groups)

@@ -36,6 +36,7 @@ from cpython.bytes cimport (
 )
 from cpython.list cimport PyList_New, PyList_SET_ITEM
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
+from cpython.number cimport PyNumber_Index
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF
 from libc.string cimport memcpy, memset
@@ -90,6 +91,12 @@ cdef inline object hash_at(object hashes, Py_ssize_t index):
     if type(hashes) is list and index < len(<list>hashes):
         return (<list>hashes)[index]
     return hashes[index]
+
+
+cdef inline object hashes_of(object request):
+    if request is None:
+        raise TypeError("a request with block_hashes is needed, not NoneType")
+    return request.block_hashes
 
 
 cdef inline object new_array(Py_ssize_t count, int type_number):

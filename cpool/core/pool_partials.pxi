@@ -48,7 +48,7 @@ cdef class _PoolPartials(_PoolRegistration):
         group = read_group(kv_cache_group_id)
         tokens = self.check_boundary(num_tokens)
         boundary = tokens // self.hash_block_size
-        hashes = request.block_hashes
+        hashes = hashes_of(request)
         if boundary > <uint64_t>len(hashes):
             raise ContractError(
                 f"num_tokens is {tokens}; the request has hashes up to "

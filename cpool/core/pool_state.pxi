@@ -268,7 +268,7 @@ cdef class _PoolState:
 
     cdef object hash_sequence(self, object request, uint64_t block_size, Py_ssize_t* scale):
         # The request's hashes, and how many of them make up one block.
-        hashes = request.block_hashes
+        hashes = hashes_of(request)
         scale[0] = block_size // self.hash_block_size
         if block_size == self.hash_block_size:
             return hashes
@@ -457,4 +457,6 @@ cdef class _PoolState:
             AssertionError: One does not hold. That is a bug in cpool, or counts and links
                 were written from outside.
         """
+        if self.core.blocks.num_blocks == 0:
+            raise ContractError("the pool was never initialised")
         check.check(&self.core)

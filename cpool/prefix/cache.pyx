@@ -128,6 +128,10 @@ cdef class PrefixCache:
         cdef uint32_t g, s, placed = 0
         if self.sets != NULL:
             raise TypeError("a prefix cache is set up once")
+        if not isinstance(pool, BlockPool):
+            raise TypeError(f"pool must be a BlockPool, not {type(pool).__name__}")
+        if not hasattr(groups, "__iter__"):
+            raise TypeError(f"groups must be a sequence of groups, not {type(groups).__name__}")
         self.pool = pool
         self.layout = plan(tuple(groups), pool.hash_block_size, match)
         if len(self.layout.sets) > MAX_SETS:
@@ -193,12 +197,18 @@ cdef class PrefixCache:
     @property
     def groups(self):
         """The groups, in the order of their ``kv_cache_group_id``."""
+        self.require_setup()
         return self.layout.groups
 
     @property
     def match_unit(self):
         """Tokens: hits end at its multiples."""
         return self.match_unit_tokens
+
+    cdef int require_setup(self) except -1:
+        if self.copies is None:
+            raise ContractError("the prefix cache was never set up")
+        return 0
 
     cdef Snapshot take_snapshot(self) noexcept:
         cdef Snapshot now
@@ -238,6 +248,7 @@ cdef class PrefixCache:
 
     cdef HashBatch read_rows(self, object hashes):
         # Rows cannot tell how many tokens they are apart, but who made them may know.
+        self.require_setup()
         if type(hashes) is BlockHashes and hashes.hash_block_size != self.pool.hash_block_size:
             raise ValueError(
                 f"the hashes are {hashes.hash_block_size} tokens apart; the pool's "
@@ -310,6 +321,7 @@ cdef class PrefixCache:
         cdef Query query
         cdef HashBatch batch = self.read_rows(hashes)
         cdef uint64_t limit
+        # After read_rows(), which refuses a cache without groups.
         cdef uint32_t g = read_tokens(
             kv_cache_group_id, "kv_cache_group_id", 0, self.num_groups - 1
         )
@@ -449,6 +461,7 @@ cdef class PrefixCache:
         Until then a match that starts from a Mamba state of the current step is not admitted:
         the state does not exist yet.
         """
+        self.require_setup()
         for keys in self.new_states:
             keys.clear()
 
@@ -457,6 +470,7 @@ cdef class PrefixCache:
 
         Call it once a step, after the last `admit` and `append`.
         """
+        self.require_setup()
         return take_batch(self)
 
     def copies_done(self, CopyBatch batch not None):
@@ -558,9 +572,13 @@ cdef class PrefixCache:
         """
         cdef Key key
         cdef const Eviction* eviction
-        cdef const Core* core = &self.pool.core
+        cdef const Core* core
+        cdef uint32_t group
+        self.require_setup()
+        group = read_tokens(kv_cache_group_id, "kv_cache_group_id", 0, self.num_groups - 1)
+        core = &self.pool.core
         key.digest = digest
-        key.space = registry.find_space(core, kv_cache_group_id, <uint32_t>len(digest))
+        key.space = registry.find_space(core, group, <uint32_t>len(digest))
         if key.space == 0:
             return None
         eviction = evictions.recall(&self.history, registry.hash_of(core, &key))
@@ -573,6 +591,7 @@ cdef class PrefixCache:
 
     def digests(self, hashes):
         """Hashes in any form as an (n, width) uint8 array."""
+        self.require_setup()
         return rows_of(hashes, self.pool.hash_width)
 
     @property
