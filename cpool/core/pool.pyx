@@ -205,6 +205,8 @@ cdef class BlockPool(_PoolPartials):
         self.hash_block_size = <uint32_t>read_count(
             hash_block_size, "hash_block_size", 1, MAX_NUM_TOKENS
         )
+        if not isinstance(medium, str):
+            raise TypeError(f"medium must be str, not {type(medium).__name__}")
         seed = os.urandom(8 * keys.NUM_SEED_WORDS)
         memcpy(self.core.seed, PyBytes_AS_STRING(seed), 8 * keys.NUM_SEED_WORDS)
         self.num_gpu_blocks = num_gpu_blocks
