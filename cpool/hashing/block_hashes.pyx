@@ -13,6 +13,7 @@ cimport cython
 from cpython.buffer cimport PyBUF_FORMAT, PyBUF_ND, PyBUF_STRIDES, PyBUF_WRITABLE
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc
+from cpython.long cimport PyLong_AsLongLongAndOverflow
 from cpython.number cimport PyNumber_AsSsize_t
 from libc.string cimport memcpy
 
@@ -113,9 +114,13 @@ cdef class HashSequence:
 
     def __getitem__(self, index):
         cdef Py_ssize_t i, num_hashes = self.num_hashes()
-        if isinstance(index, slice):
+        cdef int overflow = 1
+        if type(index) is int:
+            i = PyLong_AsLongLongAndOverflow(index, &overflow)
+        elif isinstance(index, slice):
             return [self.at(i) for i in range(*index.indices(num_hashes))]
-        i = PyNumber_AsSsize_t(index, IndexError)
+        if overflow:
+            i = PyNumber_AsSsize_t(index, IndexError)
         if i < 0:
             i += num_hashes
         if not 0 <= i < num_hashes:

@@ -18,8 +18,8 @@ from cpool.core.registry cimport Core, Holder
 from cpool.core.keys cimport Key
 from cpool.core.memory cimport prefetch
 from cpool.core.types cimport (
-    block_id_t, int32_t, int64_t, space_t, uint32_t, uint64_t, MAX_HASH_BYTES, MAX_NUM_TOKENS,
-    MAX_REF_CNT, NO_RECORD,
+    block_id_t, int64_t, space_t, uint32_t, uint64_t, MAX_HASH_BYTES, MAX_NUM_TOKENS,
+    MAX_REF_CNT, NO_BLOCK, NO_RECORD,
 )
 from cpool.prefix cimport evictions, lookup, rows
 from cpool.prefix.evictions cimport Eviction, Evictions
@@ -413,7 +413,7 @@ cdef class PrefixCache:
                 num_computed_tokens, "num_computed_tokens", 0, request.num_tokens
             )
         check_chunk(self, computed, computed + new)
-        check_saved_states(self, request)
+        refuse_full(full_state(self, request))
         free_skipped(self, request, computed)
         return append(self, request, computed + new, kept)
 

@@ -27,21 +27,28 @@ cdef int check_chunk(PrefixCache cache, uint64_t start, uint64_t end) except -1:
     return 0
 
 
-cdef int check_holder(const Core* core, block_id_t id) except -1:
-    # Whether one more can hold the block.
-    cdef int32_t held = registry.num_holders(core, id)
-    if held == MAX_REF_CNT:
-        raise ContractError(f"ref_cnt of block {id} is {held}; 1 more would pass {MAX_REF_CNT}")
+cdef inline bint is_full(const Core* core, block_id_t id) noexcept:
+    # Whether the block has as many holders as can be counted.
+    return registry.num_holders(core, id) == MAX_REF_CNT
+
+
+cdef int refuse_full(block_id_t id) except -1:
+    if id != NO_BLOCK:
+        raise ContractError(
+            f"ref_cnt of block {id} is {MAX_REF_CNT}; 1 more would pass {MAX_REF_CNT}"
+        )
     return 0
 
 
-cdef int check_saved_states(PrefixCache cache, Request request) except -1:
-    # A copy that saves a state holds the block that it is of.
+cdef block_id_t full_state(PrefixCache cache, Request request) noexcept:
+    # A copy that saves a state holds the block that it is of: the first that is full, or NO_BLOCK.
     cdef uint32_t g
+    cdef Row* row
     for g in range(cache.num_groups):
-        if request.rows[g].tail >= 0:
-            check_holder(&cache.pool.core, request.rows[g].ids[request.rows[g].tail])
-    return 0
+        row = &request.rows[g]
+        if row.tail >= 0 and is_full(&cache.pool.core, row.ids[row.tail]):
+            return row.ids[row.tail]
+    return NO_BLOCK
 
 
 cdef inline uint64_t state_boundary(
@@ -205,18 +212,16 @@ cdef int take_blocks(PrefixCache cache, IdBuffer fresh) except -1:
 cdef int check_again(PrefixCache cache, Request request, IdBuffer fresh) except -1:
     # After take_blocks(): hooks of the pool may have written the counts of the blocks that
     # copies will hold. On failure the new blocks go back.
+    cdef block_id_t full = full_state(cache, request)
     cdef size_t placed = 0
     cdef uint32_t g
-    try:
-        check_saved_states(cache, request)
-        for g in range(cache.num_groups):
-            if cache.needs[g].copies:
-                check_holder(&cache.pool.core, fresh.ids[placed])
-            placed += cache.needs[g].copies + cache.needs[g].num_new
-    except BaseException:
+    for g in range(cache.num_groups):
+        if cache.needs[g].copies and is_full(&cache.pool.core, fresh.ids[placed]):
+            full = fresh.ids[placed]
+        placed += cache.needs[g].copies + cache.needs[g].num_new
+    if full != NO_BLOCK:
         cache.pool.release(fresh, cache.pool.enable_caching, False)
-        raise
-    return 0
+    return refuse_full(full)
 
 
 cdef inline size_t put_new(
