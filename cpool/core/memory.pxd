@@ -83,7 +83,7 @@ cdef inline int allocate(Array* array, size_t count, size_t size) except -1:
 
 
 cdef inline int allocate_unfilled(Array* array, size_t count, size_t size) except -1:
-    # For what is written before it is read, and not long kept.
+    # For what is written before it is read.
     return allocate_as(array, count, size, False)
 
 
@@ -115,7 +115,8 @@ cdef inline void release(Array* array) noexcept:
 # chunks, so growing copies nothing and never pauses the caller. A given-back record keeps the
 # id of the next free one in its first four bytes.
 #
-# reserve() may fail; take() after it may not.
+# reserve() may fail; take() after it may not. Whoever takes a record writes it before it is
+# read: chunks come unfilled.
 cdef struct Arena:
     Array chunks            # Array per chunk
     uint32_t num_chunks
@@ -158,7 +159,8 @@ cdef inline int arena_reserve(Arena* arena, size_t count) except -1:
                 memcpy(fresh.data, arena.chunks.data, slots * sizeof(Array))
             release(&arena.chunks)
             arena.chunks = fresh
-        allocate(&fresh, <size_t>1 << arena.chunk_shift, arena.record_bytes)
+        # Not zero-filled: what a large batch reserves and gives back unused is never touched.
+        allocate_unfilled(&fresh, <size_t>1 << arena.chunk_shift, arena.record_bytes)
         (<Array*>arena.chunks.data)[arena.num_chunks] = fresh
         arena.num_chunks += 1
         arena.nbytes += fresh.nbytes
