@@ -74,6 +74,57 @@ def test_an_extra_key_costs_56_bytes_at_most(width: int) -> None:
     assert pool.nbytes - before <= 56 * num_keys
 
 
+NUM_TAILS = 100_000
+SPARE_BYTES = 1 << 20  # What the pool may keep for the next batch; 80 bytes an entry are 8 MB.
+
+
+def with_tails(batch_size: int, events: bool = False) -> Any:
+    """A pool whose first blocks have a partial entry each, none of them another's."""
+    pool = cpool.BlockPool(NUM_BLOCKS, True, 16, enable_kv_cache_events=events)
+    ids = pool.get_new_block_ids(NUM_TAILS)
+    rows = digests(NUM_TAILS, 32)
+    for start in range(0, NUM_TAILS, batch_size):
+        stop = start + batch_size
+        pool.cache_partial_ids(
+            ids[start:stop], rows[start:stop], np.full(len(ids[start:stop]), 16), 0
+        )
+    assert pool.num_registrations == NUM_TAILS
+    return pool
+
+
+@pytest.mark.parametrize("events", [False, True])
+def test_a_large_batch_of_partial_entries_keeps_no_more_than_small_ones(events: bool) -> None:
+    small, large = with_tails(1000, events), with_tails(NUM_TAILS, events)
+    assert large.nbytes <= small.nbytes + SPARE_BYTES
+
+
+def test_extra_keys_and_promotions_in_a_large_batch_keep_what_they_need() -> None:
+    pool = with_tails(1000)
+    ids = np.arange(1, NUM_TAILS + 1)
+    before = pool.nbytes
+    pool.cache_partial_ids(ids, digests(NUM_TAILS, 32, seed=1), np.full(NUM_TAILS, 16), 1)
+    assert pool.num_registrations == 2 * NUM_TAILS
+    # Records of 42 bytes, heads of 4 a block, and the table, which grows.
+    needed = 42 * NUM_TAILS + 4 * NUM_BLOCKS
+    assert pool.nbytes - before <= needed + 12 * NUM_TAILS + SPARE_BYTES
+    before = pool.nbytes
+    pool.cache_full_ids(ids, digests(NUM_TAILS, 32, seed=2), 0, 32)
+    assert pool.num_registrations == NUM_TAILS
+    assert pool.nbytes <= before + SPARE_BYTES
+    pool.check_consistency()
+
+
+def test_usual_batches_find_their_memory_again() -> None:
+    pool = with_tails(1000)
+    ids = np.arange(1, 1001)
+    sizes = set()
+    for seed in range(1, 9):
+        pool.evict_ids(ids)
+        pool.cache_partial_ids(ids, digests(1000, 32, seed=seed), np.full(1000, 16), 0)
+        sizes.add(pool.nbytes)
+    assert len(sizes) == 1
+
+
 @pytest.mark.parametrize("num_blocks", [1, 1000, 300_000])
 def test_getsizeof_says_what_tracemalloc_saw(num_blocks: int) -> None:
     def build() -> Any:

@@ -349,3 +349,30 @@ def test_a_load_without_memory_makes_no_pool(tmp_path: Path) -> None:
     assert all(dump(each) == expected for each in loaded)
     for each in loaded:
         each.check_consistency()
+
+
+def test_a_large_batch_that_runs_out_of_memory_gives_back_what_it_reserved() -> None:
+    num_blocks = 20_000
+    pool = cpool.BlockPool(num_blocks, True, 4)
+    ids = pool.get_new_block_ids(num_blocks - 1)
+    request = make_request(num_blocks)
+    pool.cache_full_ids(ids[:1], request.block_hashes[:1], 0, 4)
+    pool.cache_partial_id(2, request.block_hashes[1], 4, 0)
+    rows, ends = request.block_hashes[2:num_blocks], [4] * (num_blocks - 2)
+    before, num_bytes = dump(pool), pool.nbytes
+    sizes = set()
+
+    def check() -> None:
+        sizes.add(pool.nbytes)
+
+    def call() -> None:
+        pool.cache_partial_ids(ids[1:], rows, ends, 1)
+        assert pool.num_registrations == num_blocks
+        pool.evict_ids(ids[1:])
+        pool.cache_partial_id(2, request.block_hashes[1], 4, 0)
+
+    assert refuse_each(call, check) > 50
+    assert dump(pool)["registrations"] == before["registrations"]
+    # The table may have grown, and a batch of the usual size finds its memory.
+    assert max(sizes) <= num_bytes + 8 * num_blocks + (1 << 20)
+    pool.check_consistency()

@@ -184,3 +184,95 @@ def test_a_prompt_shorter_than_a_unit_is_told_so():
     why = world.explain()
     assert why.reason == Reason.MATCH_UNIT
     assert "the shortest prompt that can hit has 1,601" in str(why)
+
+
+def changed_world():
+    """A match of four blocks of the prompt's seven, nobody's."""
+    world = World([FullAttention(UNIT)], 30, remember_evictions=100)
+    world.put(0, 4, 8, 12, 16)
+    match = world.cache.lookup(world.hashes, world.max_tokens)
+    assert match.num_tokens == 16
+    return world, match
+
+
+def test_a_match_of_a_pool_that_did_not_change_is_not_stale():
+    world, match = changed_world()
+    why = match.explain()
+    assert (why.is_stale, why.stale_tokens, why.num_tokens) == (False, None, 16)
+    assert str(why).startswith("16 of 29 tokens hit")
+    other = hash_tokens(range(1000, 1008), UNIT)
+    world.pool.cache_full_ids(world.pool.get_new_block_ids(2), other, 0, UNIT)
+    assert not match.explain().is_stale
+
+
+def test_a_match_whose_blocks_were_evicted_explains_what_is_left():
+    world, match = changed_world()
+    world.pool.evict_ids(match.block_ids[0][2:])
+    why = match.explain()
+    assert (why.is_stale, why.stale_tokens, why.num_tokens, why.max_tokens) == (True, 16, 8, 29)
+    assert (why.reason, why.groups[0].at_tokens) == (Reason.NEVER_SEEN, 12)
+    assert str(why).startswith(
+        "The pool has changed since the lookup, which found 16 tokens. Now 8 of 29 tokens hit"
+    )
+
+
+def test_a_match_after_a_reset_explains_an_empty_pool():
+    world, match = changed_world()
+    assert world.pool.reset_prefix_cache()
+    why = match.explain()
+    assert (why.is_stale, why.stale_tokens, why.num_tokens) == (True, 16, 0)
+    assert why.reason == Reason.NEVER_SEEN
+
+
+@pytest.mark.parametrize("width", [16, 32])
+def test_hashes_in_one_buffer_keep_their_width_after_a_reset(width):
+    world = World([FullAttention(UNIT)], 30)
+    rows = b"".join(bytes([i]) * width for i in range(5))
+    world.pool.cache_full_ids(world.pool.get_new_block_ids(1), [rows[:width]], 0, UNIT)
+    match = world.cache.lookup(rows)
+    assert match.num_tokens == 4
+    world.pool.free_ids([1])
+    world.pool.reset_prefix_cache()
+    assert match.explain().max_tokens == 20
+    with pytest.raises(ValueError, match="stale"):
+        world.cache.admit(match, 1, 21)
+
+
+def test_a_match_that_would_be_longer_now_says_so():
+    world, match = changed_world()
+    world.put(0, 20, 24)
+    why = match.explain()
+    assert (why.stale_tokens, why.num_tokens, why.groups[0].num_tokens) == (16, 24, 24)
+    assert why.groups[0].at_tokens == 28
+
+
+def test_a_match_whose_hashes_were_cut_explains_those_that_are_left():
+    world, match = changed_world()
+    world.hashes.truncate(8)
+    why = match.explain()
+    assert (why.stale_tokens, why.num_tokens, why.max_tokens) == (16, 8, 11)
+    assert why.reason == Reason.NOTHING_LEFT
+
+
+def registered_anew(pool, ids, hashes):
+    """As many keys as before, of other blocks."""
+    pool.reset_prefix_cache()
+    pool.cache_full_ids(ids, hashes, 0, UNIT)
+
+
+def moved(pool, ids, hashes):
+    for i in ids:
+        pool.move_ids(i, i + 20)
+
+
+@pytest.mark.parametrize("change", [registered_anew, moved])
+def test_a_pool_that_changed_and_looks_the_same_in_numbers_is_noticed(change):
+    world, match = changed_world()
+    before = (world.pool.num_registrations, world.pool.num_evicted_blocks)
+    ids = match.block_ids[0].tolist()
+    change(world.pool, ids, [bytes([i]) * 32 for i in ids])
+    assert (world.pool.num_registrations, world.pool.num_evicted_blocks) == before
+    assert world.pool.get_num_free_blocks() == 99
+    assert match.explain().is_stale
+    with pytest.raises(ValueError, match="stale"):
+        world.cache.admit(match, 1, 30)

@@ -156,9 +156,17 @@ cdef int copy_ids(IdBatch batch) except -1:
     return 0
 
 
+cdef int check_items(object items, str what, str kind) except -1:
+    # Whether that can be a sequence of such things.
+    if isinstance(items, (str, dict)) or not (
+        hasattr(items, "__iter__") or hasattr(items, "__getitem__")
+    ):
+        raise TypeError(f"{what} must be {kind}, not {type(items).__name__}")
+    return 0
+
+
 cdef object ids_as_array(object ids, uint32_t num_blocks):
-    if isinstance(ids, (str, dict)):
-        raise TypeError(f"block ids must be integers, not {type(ids).__name__}")
+    check_items(ids, "block ids", "integers")
     if not isinstance(ids, (list, tuple)):
         ids = list(ids)
     for i, id in enumerate(ids):
@@ -217,8 +225,7 @@ cdef HashBatch join_hashes(object hashes, Py_ssize_t expected, uint32_t known_wi
     cdef Py_ssize_t width = 0, i
     cdef list rows
     cdef char* place
-    if isinstance(hashes, (str, dict)):
-        raise TypeError(f"hashes must be bytes, not {type(hashes).__name__}")
+    check_items(hashes, "hashes", "bytes")
     rows = hashes if type(hashes) is list else list(hashes)
     for i in range(len(rows)):
         row = rows[i]

@@ -171,9 +171,13 @@ cdef object copy_tokens(object token_ids, object start, object stop):
     # What the caller may change later is copied: a list, or an array that is not read-only.
     if token_ids is None:
         return []
+    if isinstance(token_ids, str) or not hasattr(token_ids, "__len__"):
+        raise TypeError(f"token_ids must be integers, not {type(token_ids).__name__}")
     part = token_ids[start:stop]
     if not isinstance(part, np.ndarray):
         return list(part)
+    if part.dtype.kind not in "iu" or part.ndim != 1:
+        raise TypeError(f"token_ids must be integers, not {part.ndim}-dimensional {part.dtype}")
     return np.array(part) if part.flags.writeable else part
 
 

@@ -318,14 +318,19 @@ cdef class BlockList:
     """The pool's blocks as a sequence of handles."""
     cdef BlockPool pool
 
-    def __len__(self):
+    cdef Py_ssize_t num_blocks(self) except -1:
+        if self.pool is None:
+            raise ContractError("a list of blocks is a pool's; this one was made by hand")
         return self.pool.core.blocks.num_blocks
 
+    def __len__(self):
+        return self.num_blocks()
+
     def __getitem__(self, index):
-        cdef Py_ssize_t count = self.pool.core.blocks.num_blocks
+        cdef Py_ssize_t count = self.num_blocks()
         if isinstance(index, slice):
             return [self.pool.handle(i) for i in range(*index.indices(count))]
-        position = index.__index__()
+        position = PyNumber_Index(index)
         if position < 0:
             position += count
         if not 0 <= position < count:
@@ -334,7 +339,7 @@ cdef class BlockList:
 
     def __iter__(self):
         cdef uint32_t i
-        for i in range(self.pool.core.blocks.num_blocks):
+        for i in range(<uint32_t>self.num_blocks()):
             yield self.pool.handle(i)
 
     def __contains__(self, block):

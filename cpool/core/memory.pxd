@@ -68,6 +68,7 @@ cdef extern from * nogil:
 cdef enum:
     CACHE_LINE = 64
     HUGE_FROM_BYTES = 4 << 20   # smaller arrays gain nothing from 2 MiB pages
+    SPARE_RECORDS = 4096        # that an arena keeps beyond those in use
 
 
 cdef struct Array:
@@ -82,7 +83,7 @@ cdef inline int allocate(Array* array, size_t count, size_t size) except -1:
 
 
 cdef inline int allocate_unfilled(Array* array, size_t count, size_t size) except -1:
-    # For what is written before it is read, and not long kept.
+    # For what is written before it is read.
     return allocate_as(array, count, size, False)
 
 
@@ -114,7 +115,8 @@ cdef inline void release(Array* array) noexcept:
 # chunks, so growing copies nothing and never pauses the caller. A given-back record keeps the
 # id of the next free one in its first four bytes.
 #
-# reserve() may fail; take() after it may not.
+# reserve() may fail; take() after it may not. Whoever takes a record writes it before it is
+# read: chunks come unfilled.
 cdef struct Arena:
     Array chunks            # Array per chunk
     uint32_t num_chunks
@@ -157,7 +159,8 @@ cdef inline int arena_reserve(Arena* arena, size_t count) except -1:
                 memcpy(fresh.data, arena.chunks.data, slots * sizeof(Array))
             release(&arena.chunks)
             arena.chunks = fresh
-        allocate(&fresh, <size_t>1 << arena.chunk_shift, arena.record_bytes)
+        # Not zero-filled: what a large batch reserves and gives back unused is never touched.
+        allocate_unfilled(&fresh, <size_t>1 << arena.chunk_shift, arena.record_bytes)
         (<Array*>arena.chunks.data)[arena.num_chunks] = fresh
         arena.num_chunks += 1
         arena.nbytes += fresh.nbytes
@@ -183,16 +186,27 @@ cdef inline void give_back(Arena* arena, record_id_t id) noexcept:
     arena.num_live -= 1
 
 
-cdef inline void arena_trim(Arena* arena) noexcept:
-    # Chunks that were reserved and then not needed go back to the system.
+cdef inline void arena_trim_to(Arena* arena, size_t num_spare) noexcept:
+    # Chunks that were reserved and then not needed go back to the system, but for those of that
+    # many records.
     cdef Array* chunk
     while arena.num_chunks and (
-        (<size_t>(arena.num_chunks - 1) << arena.chunk_shift) >= arena.high_water
+        (<size_t>(arena.num_chunks - 1) << arena.chunk_shift) >= arena.high_water + num_spare
     ):
         arena.num_chunks -= 1
         chunk = &(<Array*>arena.chunks.data)[arena.num_chunks]
         arena.nbytes -= chunk.nbytes
         release(chunk)
+
+
+cdef inline void arena_trim(Arena* arena) noexcept:
+    arena_trim_to(arena, 0)
+
+
+cdef inline void arena_trim_excess(Arena* arena) noexcept:
+    # What was reserved for the worst case of a large batch. What a batch of the usual size may
+    # need stays, so that it is not allocated again and again.
+    arena_trim_to(arena, SPARE_RECORDS)
 
 
 cdef inline int arena_widen(Arena* fresh, const Arena* old, size_t record_bytes) except -1:

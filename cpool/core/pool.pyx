@@ -24,8 +24,8 @@ from cpool.core.registry cimport Core, Holder
 from cpool.core.types cimport (
     BlockState, block_id_t, hash_t, int32_t, int64_t, record_id_t, ref_t, space_t, uint8_t,
     uint16_t, uint32_t, uint64_t, INDEX_MASK, LOOSE_FLAG, MAX_BLOCKS, MAX_HASH_BYTES,
-    MAX_NUM_TOKENS, NO_BLOCK, NO_RECORD, NO_TOKENS_FLAG, NOT_QUEUED, NULL_BLOCK, SHARED,
-    SHARED_FLAG, SPACE_MASK,
+    MAX_NUM_TOKENS, MAX_REF_CNT, NO_BLOCK, NO_RECORD, NO_TOKENS_FLAG, NOT_QUEUED, NULL_BLOCK,
+    SHARED, SHARED_FLAG, SPACE_MASK,
 )
 from cpython.buffer cimport (
     Py_buffer, PyBUF_FORMAT, PyBUF_STRIDED_RO, PyBuffer_FillInfo,
@@ -36,6 +36,7 @@ from cpython.bytes cimport (
 )
 from cpython.list cimport PyList_New, PyList_SET_ITEM
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
+from cpython.number cimport PyNumber_Index
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF
 from libc.string cimport memcpy, memset
@@ -64,7 +65,6 @@ cdef extern from *:
     int PyGC_Enable()
 
 cdef enum:
-    MAX_REF_CNT = 0x7FFFFFFF
     STEP = 1024                     # registrations that memory is reserved for at once
     SMALL_INT = 256                 # up to here Python has its integers already
     HANDLES_AT_ONCE = 1024          # that memory is prepared for
@@ -91,6 +91,12 @@ cdef inline object hash_at(object hashes, Py_ssize_t index):
     if type(hashes) is list and index < len(<list>hashes):
         return (<list>hashes)[index]
     return hashes[index]
+
+
+cdef inline object hashes_of(object request):
+    if request is None:
+        raise TypeError("a request with block_hashes is needed, not NoneType")
+    return request.block_hashes
 
 
 cdef inline object new_array(Py_ssize_t count, int type_number):
@@ -199,6 +205,8 @@ cdef class BlockPool(_PoolPartials):
         self.hash_block_size = <uint32_t>read_count(
             hash_block_size, "hash_block_size", 1, MAX_NUM_TOKENS
         )
+        if not isinstance(medium, str):
+            raise TypeError(f"medium must be str, not {type(medium).__name__}")
         seed = os.urandom(8 * keys.NUM_SEED_WORDS)
         memcpy(self.core.seed, PyBytes_AS_STRING(seed), 8 * keys.NUM_SEED_WORDS)
         self.num_gpu_blocks = num_gpu_blocks

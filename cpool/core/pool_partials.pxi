@@ -48,7 +48,7 @@ cdef class _PoolPartials(_PoolRegistration):
         group = read_group(kv_cache_group_id)
         tokens = self.check_boundary(num_tokens)
         boundary = tokens // self.hash_block_size
-        hashes = request.block_hashes
+        hashes = hashes_of(request)
         if boundary > <uint64_t>len(hashes):
             raise ContractError(
                 f"num_tokens is {tokens}; the request has hashes up to "
@@ -225,11 +225,16 @@ cdef class _PoolPartials(_PoolRegistration):
         partials.fetched = 0
         partials.sought = 0
         num_rows = batches.max_partials(&self.core, &partials, found)
-        partials.space = registry.reserve(&self.core, group, rows.width, num_rows, num_rows)
+        try:
+            partials.space = registry.reserve(&self.core, group, rows.width, num_rows, num_rows)
+        except MemoryError:
+            registry.trim_excess(&self.core)
+            raise
         self.note_width(rows.width)
         for i in range(batch.count):
             batches.fetch_rows(&self.core, &partials, i)
             batches.register_partial_row(&self.core, &partials, i)
+        registry.trim_excess(&self.core)
         return 0
 
     cdef tuple partial_row(
@@ -260,6 +265,7 @@ cdef class _PoolPartials(_PoolRegistration):
                 )
                 is_begun = True
         finally:
+            registry.trim_excess(&self.core)
             if collects:
                 PyGC_Enable()
         return 0

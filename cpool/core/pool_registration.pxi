@@ -162,10 +162,12 @@ cdef class _PoolRegistration(_PoolAllocation):
                     log.reserve_removals(num_keyed)
             except (MemoryError, ValueError):
                 drop_all(&self.core, ids, start)
+                registry.trim_excess(&self.core)
                 raise
             self.note_width(batch.width)
             self.register_step(ids + start, ends + start, batch, start, count, group, log)
             start += count
+        registry.trim_excess(&self.core)
         return 0
 
     cdef int register_step(

@@ -268,7 +268,7 @@ cdef class _PoolState:
 
     cdef object hash_sequence(self, object request, uint64_t block_size, Py_ssize_t* scale):
         # The request's hashes, and how many of them make up one block.
-        hashes = request.block_hashes
+        hashes = hashes_of(request)
         scale[0] = block_size // self.hash_block_size
         if block_size == self.hash_block_size:
             return hashes
@@ -435,17 +435,18 @@ cdef class _PoolState:
             lines in a row) and ``num_leaving``: cells of a smaller array which is kept, while
             the table grows, until all its keys have moved.
         """
-        cdef uint64_t num_cells
+        cdef uint64_t num_cells = cells.num_cells(&self.core.table.cells)
+        cdef uint64_t num_leaving = cells.num_cells(&self.core.table.leaving)
         cdef table_stats.TableStats stats = table_stats.stats_of(&self.core.table)
-        num_cells = cells.num_cells(&self.core.table.cells)
-        num_cells += cells.num_cells(&self.core.table.leaving)
         return {
-            "num_cells": cells.num_cells(&self.core.table.cells),
-            "num_leaving": cells.num_cells(&self.core.table.leaving),
+            "num_cells": num_cells,
+            "num_leaving": num_leaving,
             "num_used": self.core.table.num_used,
             "mean_distance": stats.total_distance / max(self.core.table.num_used, 1.0),
             "max_distance": stats.max_distance,
-            "mean_miss": stats.total_miss * cells.CHUNK_CELLS / max(num_cells, 1.0),
+            "mean_miss": (
+                stats.total_miss * cells.CHUNK_CELLS / max(num_cells + num_leaving, 1.0)
+            ),
             "max_run": stats.max_run,
         }
 
@@ -456,4 +457,6 @@ cdef class _PoolState:
             AssertionError: One does not hold. That is a bug in cpool, or counts and links
                 were written from outside.
         """
+        if self.core.blocks.num_blocks == 0:
+            raise ContractError("the pool was never initialised")
         check.check(&self.core)

@@ -41,6 +41,7 @@ cdef struct Core:
     uint32_t num_spaces     # one past the highest in use; 0 while there is none
     bint has_widths         # digests of more than one width
     uint64_t num_registrations
+    uint64_t num_departures     # registrations that ended, ever
     uint64_t seed[35]       # random words of the table's hash
 
 
@@ -68,6 +69,7 @@ cdef inline void drop_key_storage(Core* core) noexcept:
     core.spaces = NULL
     core.num_spaces = 0
     core.has_widths = False
+    core.num_departures += core.num_registrations
     core.num_registrations = 0
 
 
@@ -422,6 +424,13 @@ cdef inline int reserve(
     return space
 
 
+cdef inline void trim_excess(Core* core) noexcept:
+    # Whatever reserve() made room for is registered, or will not be.
+    memory.arena_trim_excess(&core.index.extras)
+    memory.arena_trim_excess(&core.shared.keys)
+    memory.arena_trim_excess(&core.shared.members)
+
+
 cdef inline void join_shared(Core* core, record_id_t key_id, Holder holder) noexcept:
     cdef record_id_t id = shared_keys.append(&core.shared, key_id, holder.block, holder.extra)
     memcpy(slot_of(core, holder), &id, sizeof(record_id_t))
@@ -479,6 +488,7 @@ cdef inline void unlink(Core* core, Holder holder) noexcept:
 cdef inline void unlink_alone(Core* core, Holder holder, hash_t hash) noexcept:
     # As unlink_hashed(), of the only holder of its key.
     core.num_registrations -= 1
+    core.num_departures += 1
     table.remove_at(&core.table, hash, table.find_cell(&core.table, hash, ref_of(holder)))
 
 
@@ -493,6 +503,7 @@ cdef inline void unlink_hashed(Core* core, Holder holder, hash_t hash) noexcept:
         unlink_alone(core, holder, hash)
         return
     core.num_registrations -= 1
+    core.num_departures += 1
     id = member_of(core, holder)
     shared_id = shared_keys.member(&core.shared, id).key
     memcpy(slot_of(core, holder), key.digest, width)

@@ -125,11 +125,12 @@ def read(path: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     Raises:
         SavedPoolError: It is none of ours, damaged, or of another version.
     """
+    path = os.fsdecode(path)  # no number: open() would take, and close, a descriptor
     with open(path, "rb") as file:
         try:
             return read_file(file, os.fstat(file.fileno()).st_size)
         except SavedPoolError as error:
-            raise SavedPoolError(f"{os.fspath(path)}: {error}") from None
+            raise SavedPoolError(f"{path}: {error}") from None
 
 
 def read_file(file: Any, num_bytes: int) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -97,6 +97,14 @@ cdef int check_touch(Core* core, const block_id_t* ids, size_t count) except -1:
     return 0
 
 
+cdef inline void count_null(Core* core, int32_t step) noexcept:
+    # The null block's count means nothing, and whoever frees more of it than it took is right to:
+    # at its ends it stays.
+    cdef int64_t count = <int64_t>core.blocks.states[NULL_BLOCK].ref_cnt + step
+    if -<int64_t>MAX_REF_CNT <= count <= MAX_REF_CNT:
+        core.blocks.states[NULL_BLOCK].ref_cnt = <int32_t>count
+
+
 cdef void commit_touch(Core* core, const block_id_t* ids, size_t count) noexcept:
     cdef size_t i
     cdef block_id_t id
@@ -108,7 +116,10 @@ cdef void commit_touch(Core* core, const block_id_t* ids, size_t count) noexcept
                 prefetch_write(&core.blocks.states[state.prev])
                 prefetch_write(&core.blocks.states[state.next])
         id = ids[i]
-        if id != NULL_BLOCK and registry.num_holders(core, id) == 0:
+        if id == NULL_BLOCK:
+            count_null(core, 1)
+            continue
+        if registry.num_holders(core, id) == 0:
             free_queue.remove(&core.queue, id)
         core.blocks.states[id].ref_cnt += 1
 
@@ -117,7 +128,10 @@ cdef inline void undo_release(Core* core, const block_id_t* ids, size_t count) n
     cdef size_t i = count
     while i:
         i -= 1
-        if ids[i] != NULL_BLOCK and free_queue.contains(&core.queue, ids[i]):
+        if ids[i] == NULL_BLOCK:
+            count_null(core, 1)
+            continue
+        if free_queue.contains(&core.queue, ids[i]):
             free_queue.remove(&core.queue, ids[i])
         core.blocks.states[ids[i]].ref_cnt += 1
 
@@ -140,7 +154,7 @@ cdef int release_run(
                 prefetch(&core.blocks.keys[id])
         id = ids[i]
         if id == NULL_BLOCK:
-            core.blocks.states[id].ref_cnt -= 1
+            count_null(core, -1)
             continue
         held = core.blocks.states[id].ref_cnt
         if held <= 0 or free_queue.contains(&core.queue, id):

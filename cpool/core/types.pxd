@@ -17,6 +17,7 @@ cdef enum:
     NOT_QUEUED = 0xFFFFFFFF     # a block that is in no free queue
     MAX_HASH_BYTES = 255        # longest digest
     MAX_NUM_TOKENS = 0xFFFFFFFF
+    MAX_REF_CNT = 0x7FFFFFFF
 
     # Flags of a space_t.
     SPACE_MASK = 0x1FFF         # 0 means "no key"

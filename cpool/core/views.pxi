@@ -4,7 +4,7 @@
 class PoolFreeQueue(FreeKVCacheBlockQueue):
     """A pool's free queue."""
 
-    def __init__(self, pool):
+    def __init__(self, BlockPool pool not None):
         self._pool = pool
 
     @property
@@ -115,7 +115,7 @@ class PoolFreeQueue(FreeKVCacheBlockQueue):
 class PoolHashMap(BlockHashToBlockMap):
     """A pool's table, addressed with digest and group in one bytes object."""
 
-    def __init__(self, pool):
+    def __init__(self, BlockPool pool not None):
         self._pool = pool
 
     @property
@@ -178,7 +178,7 @@ class PoolHashMap(BlockHashToBlockMap):
 class PoolHashCache(Mapping):
     """key -> block, or {block id: block} where several blocks hold the key."""
 
-    def __init__(self, pool):
+    def __init__(self, BlockPool pool not None):
         self._pool = pool
 
     def __getitem__(self, key):
@@ -224,7 +224,7 @@ class PoolHashCache(Mapping):
 class PoolRows(Mapping):
     """block id -> the extra keys of that block, for blocks that have some."""
 
-    def __init__(self, pool):
+    def __init__(self, BlockPool pool not None):
         self._pool = pool
 
     def __getitem__(self, block_id):

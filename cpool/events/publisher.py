@@ -46,6 +46,12 @@ def offset_endpoint(endpoint: str, data_parallel_rank: int) -> str:
     Raises:
         ValueError: The endpoint is none of tcp, ipc and inproc, or has no port.
     """
+    if not isinstance(endpoint, str):
+        raise TypeError(f"endpoint must be str, not {type(endpoint).__name__}")
+    if not hasattr(data_parallel_rank, "__index__"):
+        raise TypeError(
+            f"data_parallel_rank must be an integer, not {type(data_parallel_rank).__name__}"
+        )
     if data_parallel_rank < 0:
         raise ValueError(f"data_parallel_rank is {data_parallel_rank}; it must be at least 0")
     kind, separator, address = endpoint.partition("://")
@@ -131,11 +137,23 @@ class EventPublisher:
         legacy_array: bool = False,
         snapshot_on_stale_replay: bool = True,
     ) -> None:
+        if not hasattr(pool, "take_event_runs"):
+            raise TypeError(f"pool must be a BlockPool, not {type(pool).__name__}")
+        if not isinstance(topic, str):
+            raise TypeError(f"topic must be str, not {type(topic).__name__}")
         if not pool.enable_kv_cache_events:
             raise ValueError("the pool was made without enable_kv_cache_events")
-        for name, limit in (("buffer_steps", buffer_steps), ("max_queue_size", max_queue_size)):
-            if limit < 1:
-                raise ValueError(f"{name} is {limit}; it must be at least 1")
+        for name, limit in (
+            ("buffer_steps", buffer_steps),
+            ("buffer_bytes", buffer_bytes),
+            ("hwm", hwm),
+            ("max_queue_size", max_queue_size),
+        ):
+            if not hasattr(limit, "__index__"):
+                raise TypeError(f"{name} must be an integer, not {type(limit).__name__}")
+            lowest = 1 if name in ("buffer_steps", "max_queue_size") else 0
+            if limit < lowest:
+                raise ValueError(f"{name} is {limit}; it must be at least {lowest}")
         endpoint = offset_endpoint(endpoint, data_parallel_rank)
         if replay_endpoint is not None:
             replay_endpoint = offset_endpoint(replay_endpoint, data_parallel_rank)

@@ -93,6 +93,8 @@ def encode_batch(
 
 def encode_event(event: Any, legacy_array: bool = False) -> bytes:
     """Encode one event object."""
+    if not isinstance(event, msgspec.Struct):
+        raise TypeError(f"an event is a msgspec.Struct, not {type(event).__name__}")
     return _encode(_as_array(event) if legacy_array else event)
 
 

@@ -13,6 +13,8 @@ cimport cython
 from cpython.buffer cimport PyBUF_FORMAT, PyBUF_ND, PyBUF_STRIDES, PyBUF_WRITABLE
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc
+from cpython.long cimport PyLong_AsLongLongAndOverflow
+from cpython.number cimport PyNumber_AsSsize_t
 from libc.string cimport memcpy
 
 from cpool.hashing cimport keys, token_source
@@ -22,6 +24,7 @@ from cpool.hashing.token_source cimport Tokens
 
 cdef enum:
     MAX_HASH_WIDTH = 32  # bytes
+    MAX_BLOCK_SIZE = 0x7FFFFFFF  # tokens of a view's block
 
 
 class BlockSizeError(ValueError, AssertionError):
@@ -111,9 +114,13 @@ cdef class HashSequence:
 
     def __getitem__(self, index):
         cdef Py_ssize_t i, num_hashes = self.num_hashes()
-        if isinstance(index, slice):
+        cdef int overflow = 1
+        if type(index) is int:
+            i = PyLong_AsLongLongAndOverflow(index, &overflow)
+        elif isinstance(index, slice):
             return [self.at(i) for i in range(*index.indices(num_hashes))]
-        i = index
+        if overflow:
+            i = PyNumber_AsSsize_t(index, IndexError)
         if i < 0:
             i += num_hashes
         if not 0 <= i < num_hashes:
@@ -220,6 +227,8 @@ cdef class BlockHashes(HashSequence):
         """
         cdef Tokens tokens
         if not token_source.is_readable(token_ids):
+            if not hasattr(token_ids, "__iter__") and not hasattr(token_ids, "__getitem__"):
+                raise TypeError(f"token_ids must be integers, not {type(token_ids).__name__}")
             token_ids = list(token_ids)
         token_source.open(&tokens, token_ids)
         try:
@@ -330,11 +339,13 @@ cdef class BlockHashes(HashSequence):
                 `token_ids` was not given or is too short. Nothing was changed.
         """
         cdef Py_ssize_t size = self.hasher.hash_block_size
-        cdef Py_ssize_t kept = num_tokens
-        cdef Py_ssize_t num_blocks = kept // size
-        cdef Py_ssize_t boundary = num_blocks * size
-        if not 0 <= kept <= self.num_tokens:
-            raise ValueError(f"num_tokens is {kept}, not within 0 and {self.num_tokens}")
+        cdef Py_ssize_t kept, num_blocks, boundary
+        num_tokens = token_source.integer(num_tokens, "num_tokens")
+        if not 0 <= num_tokens <= self.num_tokens:
+            raise ValueError(f"num_tokens is {num_tokens}, not within 0 and {self.num_tokens}")
+        kept = num_tokens
+        num_blocks = kept // size
+        boundary = num_blocks * size
         if num_blocks == self._num_hashes:
             waiting = self._waiting[:kept - boundary]
         elif kept == boundary:
@@ -489,10 +500,20 @@ cdef class BlockHashListWithBlockSize(HashSequence):
     cdef readonly Py_ssize_t scale_factor
 
     def __cinit__(self, block_hashes, hash_block_size, target_block_size):
+        if not hasattr(block_hashes, "__getitem__"):
+            raise TypeError(
+                f"block_hashes must be a sequence of bytes, not {type(block_hashes).__name__}"
+            )
+        hash_block_size = token_source.integer(hash_block_size, "hash_block_size")
+        target_block_size = token_source.integer(target_block_size, "target_block_size")
         if hash_block_size < 1 or target_block_size < 1 or target_block_size % hash_block_size:
             raise BlockSizeError(
                 f"target_block_size {target_block_size} is not a multiple of "
                 f"hash_block_size {hash_block_size}"
+            )
+        if target_block_size > MAX_BLOCK_SIZE:
+            raise BlockSizeError(
+                f"target_block_size is {target_block_size}; the limit is {MAX_BLOCK_SIZE}"
             )
         self.block_hashes = block_hashes
         self.scale_factor = target_block_size // hash_block_size

@@ -111,6 +111,12 @@ cdef bytes serialize(object value, bint is_cbor):
     return cbor2.dumps(value, canonical=True)
 
 
+cdef int check_algorithm(object algorithm) except -1:
+    if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm is {algorithm!r}, not one of {', '.join(ALGORITHMS)}")
+    return 0
+
+
 def default_root(algorithm):
     """Return the hash that stands before the first block, as vLLM 0.32 derives it.
 
@@ -118,6 +124,7 @@ def default_root(algorithm):
     else a fixed one for SHA-256 and, for xxhash, one drawn at random in each process, because
     who knows the seed of a hash that is not collision resistant can prepare collisions.
     """
+    check_algorithm(algorithm)
     is_cbor, is_xxh = algorithm.endswith("_cbor"), algorithm.startswith("xxhash")
     seed = os.environ.get("PYTHONHASHSEED")
     if seed is None:
@@ -158,8 +165,8 @@ cdef class BlockHasher:
     """
 
     def __cinit__(self, hash_block_size, algorithm="sha256", *, root=None):
-        if algorithm not in ALGORITHMS:
-            raise ValueError(f"algorithm is {algorithm!r}, not one of {', '.join(ALGORITHMS)}")
+        check_algorithm(algorithm)
+        hash_block_size = token_source.integer(hash_block_size, "hash_block_size")
         if not 1 <= hash_block_size <= MAX_HASH_BLOCK_SIZE:
             raise ValueError(
                 f"hash_block_size is {hash_block_size}, not within 1 and {MAX_HASH_BLOCK_SIZE}"

@@ -6,6 +6,7 @@
 from cpython.buffer cimport (
     PyBUF_FORMAT, PyBUF_STRIDED_RO, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer
 )
+from cpython.number cimport PyIndex_Check, PyNumber_Index
 from cpython.object cimport PyObject
 from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcpy
@@ -75,6 +76,12 @@ cdef inline int open_buffer(Tokens* tokens, object token_ids) except -1:
     tokens.is_signed = code in b"bhilqn"
     tokens.num_tokens = tokens.view.shape[0]
     return 0
+
+
+cdef inline object integer(object value, str what):
+    if isinstance(value, (bool, float)) or not PyIndex_Check(value):
+        raise TypeError(f"{what} must be an integer, not {type(value).__name__}")
+    return PyNumber_Index(value)
 
 
 cdef inline bint is_readable(object token_ids) noexcept:

@@ -18,7 +18,8 @@ from cpool.core.registry cimport Core, Holder
 from cpool.core.keys cimport Key
 from cpool.core.memory cimport prefetch
 from cpool.core.types cimport (
-    block_id_t, int64_t, space_t, uint32_t, uint64_t, MAX_HASH_BYTES, MAX_NUM_TOKENS, NO_RECORD,
+    block_id_t, int64_t, space_t, uint32_t, uint64_t, MAX_HASH_BYTES, MAX_NUM_TOKENS,
+    MAX_REF_CNT, NO_BLOCK, NO_RECORD,
 )
 from cpool.prefix cimport evictions, lookup, rows
 from cpool.prefix.evictions cimport Eviction, Evictions
@@ -36,6 +37,7 @@ import time
 
 import numpy as np
 
+from cpool.core.contract import ContractError
 from cpool.hashing import BlockHashes
 from cpool.prefix.explain import PartialTail, explain
 from cpool.prefix.groups import ChunkedLocal, FullAttention, Mamba, SlidingWindow, plan, window_of
@@ -49,7 +51,7 @@ cdef enum:
 cdef struct Snapshot:       # of a pool: two that are equal mean that no block changed its keys
     uint64_t num_steps
     uint64_t num_registrations
-    uint64_t num_evicted
+    uint64_t num_departures
     uint64_t num_free
 
 
@@ -126,6 +128,10 @@ cdef class PrefixCache:
         cdef uint32_t g, s, placed = 0
         if self.sets != NULL:
             raise TypeError("a prefix cache is set up once")
+        if not isinstance(pool, BlockPool):
+            raise TypeError(f"pool must be a BlockPool, not {type(pool).__name__}")
+        if not hasattr(groups, "__iter__"):
+            raise TypeError(f"groups must be a sequence of groups, not {type(groups).__name__}")
         self.pool = pool
         self.layout = plan(tuple(groups), pool.hash_block_size, match)
         if len(self.layout.sets) > MAX_SETS:
@@ -191,6 +197,7 @@ cdef class PrefixCache:
     @property
     def groups(self):
         """The groups, in the order of their ``kv_cache_group_id``."""
+        self.require_setup()
         return self.layout.groups
 
     @property
@@ -198,11 +205,16 @@ cdef class PrefixCache:
         """Tokens: hits end at its multiples."""
         return self.match_unit_tokens
 
+    cdef int require_setup(self) except -1:
+        if self.copies is None:
+            raise ContractError("the prefix cache was never set up")
+        return 0
+
     cdef Snapshot take_snapshot(self) noexcept:
         cdef Snapshot now
         now.num_steps = self.num_steps
         now.num_registrations = self.pool.core.num_registrations
-        now.num_evicted = self.pool.num_evicted_blocks
+        now.num_departures = self.pool.core.num_departures
         now.num_free = self.pool.core.queue.num_free
         return now
 
@@ -236,6 +248,7 @@ cdef class PrefixCache:
 
     cdef HashBatch read_rows(self, object hashes):
         # Rows cannot tell how many tokens they are apart, but who made them may know.
+        self.require_setup()
         if type(hashes) is BlockHashes and hashes.hash_block_size != self.pool.hash_block_size:
             raise ValueError(
                 f"the hashes are {hashes.hash_block_size} tokens apart; the pool's "
@@ -271,6 +284,7 @@ cdef class PrefixCache:
         match.hashes = hashes
         match.max_tokens = max_tokens
         match.num_hashes = batch.count
+        match.width = batch.width
         query.found = match.rows
         return match
 
@@ -307,6 +321,7 @@ cdef class PrefixCache:
         cdef Query query
         cdef HashBatch batch = self.read_rows(hashes)
         cdef uint64_t limit
+        # After read_rows(), which refuses a cache without groups.
         cdef uint32_t g = read_tokens(
             kv_cache_group_id, "kv_cache_group_id", 0, self.num_groups - 1
         )
@@ -349,8 +364,9 @@ cdef class PrefixCache:
             was changed.
 
         Raises:
-            ValueError: The match is stale, or the chunk passes a Mamba boundary from inside
-                a block (see `chunk_end`).
+            ValueError: The match is stale, the chunk passes a Mamba boundary from inside a
+                block (see `chunk_end`), or a block has as many holders as can be counted;
+                nothing was changed.
         """
         cdef uint64_t new = read_tokens(num_new_tokens, "num_new_tokens", 1, MAX_NUM_TOKENS)
         cdef uint64_t prompt = read_tokens(
@@ -383,8 +399,9 @@ cdef class PrefixCache:
             uint32 arrays; None if there are too few blocks.
 
         Raises:
-            ValueError: The request is not running, or the chunk passes a Mamba boundary from
-                inside a block.
+            ValueError: The request is not running, the chunk passes a Mamba boundary from
+                inside a block, or a block that has to be copied has as many holders as can be
+                counted; nothing was changed.
         """
         cdef uint64_t new = read_tokens(num_new_tokens, "num_new_tokens", 1, MAX_NUM_TOKENS)
         cdef uint64_t kept = read_tokens(reserve, "reserve", 0, MAX_NUM_TOKENS)
@@ -396,6 +413,7 @@ cdef class PrefixCache:
                 num_computed_tokens, "num_computed_tokens", 0, request.num_tokens
             )
         check_chunk(self, computed, computed + new)
+        refuse_full(full_state(self, request))
         free_skipped(self, request, computed)
         return append(self, request, computed + new, kept)
 
@@ -443,6 +461,7 @@ cdef class PrefixCache:
         Until then a match that starts from a Mamba state of the current step is not admitted:
         the state does not exist yet.
         """
+        self.require_setup()
         for keys in self.new_states:
             keys.clear()
 
@@ -451,6 +470,7 @@ cdef class PrefixCache:
 
         Call it once a step, after the last `admit` and `append`.
         """
+        self.require_setup()
         return take_batch(self)
 
     def copies_done(self, CopyBatch batch not None):
@@ -479,20 +499,26 @@ cdef class PrefixCache:
     cdef int check_fresh(self, PrefixMatch match) except -1:
         # The blocks of a match that is not held may have been given to others.
         cdef Snapshot now = self.take_snapshot()
-        cdef PrefixMatch again
         if match.cache is not self:
             raise ValueError("the match is another cache's")
-        if memcmp(&now, &match.snapshot, sizeof(Snapshot)) == 0:
-            return 0
-        again = self.find(
-            match.hashes, read_hashes(match.hashes, -1, self.pool.hash_width), match.max_tokens
-        )
-        if not match.same_blocks(again):
+        if memcmp(&now, &match.snapshot, sizeof(Snapshot)) and self.find_again(match) is not match:
             raise ValueError(
                 f"the match of {match.num_tokens} tokens is stale: the pool has changed since "
                 "the lookup"
             )
         return 0
+
+    cdef PrefixMatch find_again(self, PrefixMatch match):
+        # The match itself, unless a lookup finds other blocks now.
+        cdef HashBatch batch = read_hashes(
+            match.hashes, -1, self.pool.hash_width if self.pool.hash_width else match.width
+        )
+        cdef uint64_t unit = self.pool.hash_block_size
+        # The hashes may have become fewer.
+        cdef PrefixMatch again = self.find(
+            match.hashes, batch, min(match.max_tokens, batch.count * unit + unit - 1)
+        )
+        return match if match.same_blocks(again) else again
 
     # What an engine plans with ------------------------------------------------------------
 
@@ -546,9 +572,13 @@ cdef class PrefixCache:
         """
         cdef Key key
         cdef const Eviction* eviction
-        cdef const Core* core = &self.pool.core
+        cdef const Core* core
+        cdef uint32_t group
+        self.require_setup()
+        group = read_tokens(kv_cache_group_id, "kv_cache_group_id", 0, self.num_groups - 1)
+        core = &self.pool.core
         key.digest = digest
-        key.space = registry.find_space(core, kv_cache_group_id, <uint32_t>len(digest))
+        key.space = registry.find_space(core, group, <uint32_t>len(digest))
         if key.space == 0:
             return None
         eviction = evictions.recall(&self.history, registry.hash_of(core, &key))
@@ -561,6 +591,7 @@ cdef class PrefixCache:
 
     def digests(self, hashes):
         """Hashes in any form as an (n, width) uint8 array."""
+        self.require_setup()
         return rows_of(hashes, self.pool.hash_width)
 
     @property

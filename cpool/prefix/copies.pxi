@@ -18,10 +18,10 @@ cdef class CopyBatch:
     cdef readonly object group_ids      # (n,) uint32
 
     def __len__(self):
-        return len(self.pairs)
+        return 0 if self.pairs is None else len(self.pairs)
 
     def __repr__(self):
-        return f"CopyBatch({self.pairs.tolist()})"
+        return f"CopyBatch({[] if self.pairs is None else self.pairs.tolist()})"
 
 
 @cython.final

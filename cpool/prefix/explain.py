@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -96,11 +96,17 @@ class GroupReport(NamedTuple):
 class Explanation(NamedTuple):
     """Why a match is not longer."""
 
-    num_tokens: int  # of the match
+    num_tokens: int  # of the match; if that is stale, of the one that a lookup finds now
     max_tokens: int  # that it was allowed
     match_unit: int  # tokens
     min_prompt_tokens: int  # the shortest prompt that can hit at all
     groups: tuple[GroupReport, ...]
+    stale_tokens: int | None = None  # of the match, if a lookup finds other blocks by now
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the pool has changed since the lookup, so that this is about a new one."""
+        return self.stale_tokens is not None
 
     @property
     def reason(self) -> Reason:
@@ -112,8 +118,14 @@ class Explanation(NamedTuple):
 
     def __str__(self) -> str:
         lines = "; ".join(map(str, self.groups))
+        changed = ""
+        if self.stale_tokens is not None:
+            changed = (
+                "The pool has changed since the lookup, which found "
+                f"{self.stale_tokens:,} tokens. Now "
+            )
         return (
-            f"{self.num_tokens:,} of {self.max_tokens:,} tokens hit: {lines}. Hits end at "
+            f"{changed}{self.num_tokens:,} of {self.max_tokens:,} tokens hit: {lines}. Hits end at "
             f"multiples of {self.match_unit:,} tokens; the shortest prompt that can hit has "
             f"{self.min_prompt_tokens:,}."
         )
@@ -122,6 +134,8 @@ class Explanation(NamedTuple):
 _OWN_REASONS = frozenset(Reason) - {Reason.NOTHING_LEFT, Reason.OTHER_GROUP}
 
 
+# The match's hashes as an (n, width) uint8 array.
+_Digests: TypeAlias = Any
 # Reason, boundary in question, (evictions since, seconds since).
 _Why: TypeAlias = tuple[Reason, int | None, tuple[int, int] | None]
 
@@ -148,10 +162,10 @@ def min_prompt_tokens(cache: PrefixCache) -> int:
 class _Resident:
     """What the pool holds of one request in one group: a flag for each boundary."""
 
-    def __init__(self, match: PrefixMatch, group: int) -> None:
+    def __init__(self, match: PrefixMatch, digests: _Digests, group: int) -> None:
         self.cache = match.cache
         self.group = group
-        self.digests = self.cache.digests(match.hashes)
+        self.digests = digests
         self.unit = self.cache.pool.hash_block_size
         self.flags = self.cache.pool.find_ids(self.digests, group) >= 0
 
@@ -180,31 +194,45 @@ class _Resident:
         return boundary, evictions, seconds
 
 
-def explain(match: PrefixMatch) -> Explanation:
-    """Why ``match`` is not longer, from what the pool holds now."""
+def explain(match: PrefixMatch, digests: _Digests, stale_tokens: int | None) -> Explanation:
+    """Why ``match`` is not longer, from what the pool holds now.
+
+    Args:
+        match: As a lookup finds it now.
+        digests: Its hashes.
+        stale_tokens: Tokens of the match that is asked for, if a lookup found that before.
+    """
     cache = match.cache
     groups = cache.groups
     limit = match.max_tokens
     reach = {}
     for g, group in enumerate(groups):
         if isinstance(group, FullAttention):
-            reach[g] = min(limit, cache.reach(match.hashes, g, limit))
+            reach[g] = min(limit, cache.reach(digests, g, limit))
     # A state or a window counts only where full attention can follow.
     bound = min(reach.values(), default=limit)
     for g, group in enumerate(groups):
         if not isinstance(group, FullAttention):
-            reach[g] = cache.reach(match.hashes, g, bound)
-    reports = tuple(_report(match, g, group, reach[g], bound) for g, group in enumerate(groups))
-    return Explanation(match.num_tokens, limit, cache.match_unit, min_prompt_tokens(cache), reports)
+            reach[g] = cache.reach(digests, g, bound)
+    reports = tuple(
+        _report(match, digests, g, group, reach[g], bound) for g, group in enumerate(groups)
+    )
+    return Explanation(
+        match.num_tokens, limit, cache.match_unit, min_prompt_tokens(cache), reports, stale_tokens
+    )
 
 
-def _report(match: PrefixMatch, g: int, group: Group, reach: int, bound: int) -> GroupReport:
-    reason, at, ago = _why(match, g, group, reach, bound)
+def _report(
+    match: PrefixMatch, digests: _Digests, g: int, group: Group, reach: int, bound: int
+) -> GroupReport:
+    reason, at, ago = _why(match, digests, g, group, reach, bound)
     evictions, seconds = (None, None) if ago is None else ago
     return GroupReport(g, _NAMES[type(group)], reach, reason, at, evictions, seconds)
 
 
-def _why(match: PrefixMatch, g: int, group: Group, reach: int, bound: int) -> _Why:
+def _why(
+    match: PrefixMatch, digests: _Digests, g: int, group: Group, reach: int, bound: int
+) -> _Why:
     cache = match.cache
     unit = cache.match_unit
     allowed = match.max_tokens if isinstance(group, FullAttention) else bound
@@ -215,9 +243,9 @@ def _why(match: PrefixMatch, g: int, group: Group, reach: int, bound: int) -> _W
         done = match.num_tokens >= match.max_tokens // unit * unit
         return (Reason.NOTHING_LEFT if done else Reason.OTHER_GROUP), None, None
     in_set = next(s for s in cache.layout.sets if g in s.members)
-    if in_set.eagle and cache.reach(match.hashes, g, allowed, drop=False) >= target:
+    if in_set.eagle and cache.reach(digests, g, allowed, drop=False) >= target:
         return Reason.EAGLE_DROP, None, None
-    resident = _Resident(match, g)
+    resident = _Resident(match, digests, g)
     if isinstance(group, Mamba):
         is_known = any(isinstance(other, FullAttention) for other in cache.groups)
         return _why_state(resident, reach, target, is_known)

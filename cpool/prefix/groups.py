@@ -64,6 +64,9 @@ Group: TypeAlias = FullAttention | SlidingWindow | ChunkedLocal | Mamba
 Match: TypeAlias = Literal["coarse", "fine"]
 
 
+MAX_TOKENS = (1 << 32) - 1  # of a block, a window or a prompt
+
+
 class GroupSet(NamedTuple):
     """Groups of one kind and size: they are looked up together, a hit is one in each."""
 
@@ -105,10 +108,15 @@ def check_group(position: int, group: Group, hash_block_size: int) -> None:
             f"groups[{position}].block_size is {size!r}; it must be a multiple of the pool's "
             f"hash_block_size {hash_block_size}"
         )
+    if size > MAX_TOKENS:
+        raise ValueError(f"groups[{position}].block_size is {size}; the limit is {MAX_TOKENS}")
     if isinstance(group, SlidingWindow | ChunkedLocal):
         window = window_of(group)
-        if type(window) is not int or not 1 <= window < 1 << 32:
-            raise ValueError(f"groups[{position}] has a window of {window!r} tokens, below 1")
+        if type(window) is not int or not 1 <= window <= MAX_TOKENS:
+            raise ValueError(
+                f"groups[{position}] has a window of {window!r} tokens; it must be from 1 to "
+                f"{MAX_TOKENS}"
+            )
 
 
 def sets_of(groups: tuple[Group, ...]) -> tuple[GroupSet, ...]:
@@ -167,6 +175,11 @@ def plan(groups: tuple[Group, ...], hash_block_size: int, match: Match | None) -
         wide_state = any(isinstance(g, Mamba) and g.block_size > hash_block_size for g in groups)
         match = "fine" if wide_state and obstacle is None else "coarse"
     scheduler_block_size = lcm(*(group.block_size for group in groups))
+    if scheduler_block_size > MAX_TOKENS:
+        raise ValueError(
+            f"the least common multiple of the block sizes is {scheduler_block_size} tokens; the "
+            f"limit is {MAX_TOKENS}"
+        )
     match_unit = hash_block_size if match == "fine" else scheduler_block_size
     sets = sets_of(groups)
     for position, group in enumerate(groups):

@@ -6,8 +6,8 @@
 cdef class PrefixMatch:
     """The longest prefix that the pool holds for one request.
 
-    A match holds no blocks: it is good until the pool changes. `PrefixCache.admit` notices
-    when it has gone stale.
+    A match holds no blocks: it is good until the pool changes. `PrefixCache.admit` and `explain`
+    notice when it has gone stale.
     """
     cdef readonly PrefixCache cache
     cdef readonly object hashes
@@ -15,6 +15,7 @@ cdef class PrefixMatch:
     cdef readonly uint64_t max_tokens       # tokens that the lookup was allowed
     cdef readonly uint64_t longest          # tokens that at least one set of groups had alone
     cdef readonly size_t num_hashes
+    cdef uint32_t width                     # of the hashes, bytes
     cdef void* storage                      # of the three below, in this order
     cdef Hit* hits                          # of each set
     cdef block_id_t** rows                  # of each group
@@ -99,9 +100,16 @@ cdef class PrefixMatch:
         return self.longest if self.longest > self.num_tokens else 0
 
     def explain(self):
-        """Why the match is not longer: an `Explanation`, from the pool as it is now."""
+        """Why the match is not longer: an `Explanation`, from the pool as it is now.
+
+        If a lookup finds other blocks by now, it is about that lookup, and says so.
+        """
+        cdef PrefixMatch again
         self.require_cache()
-        return explain(self)
+        again = self.cache.find_again(self)
+        return explain(
+            again, rows_of(self.hashes, again.width), None if again is self else self.num_tokens
+        )
 
     cdef bint same_blocks(self, PrefixMatch other) noexcept:
         cdef uint32_t g

@@ -27,6 +27,30 @@ cdef int check_chunk(PrefixCache cache, uint64_t start, uint64_t end) except -1:
     return 0
 
 
+cdef inline bint is_full(const Core* core, block_id_t id) noexcept:
+    # Whether the block has as many holders as can be counted.
+    return registry.num_holders(core, id) == MAX_REF_CNT
+
+
+cdef int refuse_full(block_id_t id) except -1:
+    if id != NO_BLOCK:
+        raise ContractError(
+            f"ref_cnt of block {id} is {MAX_REF_CNT}; 1 more would pass {MAX_REF_CNT}"
+        )
+    return 0
+
+
+cdef block_id_t full_state(PrefixCache cache, Request request) noexcept:
+    # A copy that saves a state holds the block that it is of: the first that is full, or NO_BLOCK.
+    cdef uint32_t g
+    cdef Row* row
+    for g in range(cache.num_groups):
+        row = &request.rows[g]
+        if row.tail >= 0 and is_full(&cache.pool.core, row.ids[row.tail]):
+            return row.ids[row.tail]
+    return NO_BLOCK
+
+
 cdef inline uint64_t state_boundary(
     uint64_t num_tokens, uint64_t unit, bint gives_back
 ) noexcept:
@@ -185,6 +209,21 @@ cdef int take_blocks(PrefixCache cache, IdBuffer fresh) except -1:
     return 0
 
 
+cdef int check_again(PrefixCache cache, Request request, IdBuffer fresh) except -1:
+    # After take_blocks(): hooks of the pool may have written the counts of the blocks that
+    # copies will hold. On failure the new blocks go back.
+    cdef block_id_t full = full_state(cache, request)
+    cdef size_t placed = 0
+    cdef uint32_t g
+    for g in range(cache.num_groups):
+        if cache.needs[g].copies and is_full(&cache.pool.core, fresh.ids[placed]):
+            full = fresh.ids[placed]
+        placed += cache.needs[g].copies + cache.needs[g].num_new
+    if full != NO_BLOCK:
+        cache.pool.release(fresh, cache.pool.enable_caching, False)
+    return refuse_full(full)
+
+
 cdef inline size_t put_new(
     Row* row, const Kind* kind, const Need* need, uint64_t num_tokens, const block_id_t* fresh
 ) noexcept:
@@ -230,6 +269,7 @@ cdef Request admit(
     cache.pool.touch_run(touched.ids, touched.count)
     try:
         take_blocks(cache, fresh)
+        check_again(cache, request, fresh)
     except BaseException:
         cache.pool.release(touched, cache.pool.enable_caching, False)
         raise
@@ -321,6 +361,7 @@ cdef object append(PrefixCache cache, Request request, uint64_t num_tokens, uint
     added = prepare_append(cache, request, num_tokens)
     result = tuple(added)
     take_blocks(cache, fresh)
+    check_again(cache, request, fresh)
     for g in range(cache.num_groups):
         need = &cache.needs[g]
         row = &request.rows[g]
