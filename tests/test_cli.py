@@ -5,15 +5,18 @@ import fcntl
 import json
 import os
 import pty
+import shutil
 import signal
 import struct
 import subprocess
 import sys
 import termios
 import time
+from pathlib import Path
 
 import pytest
 
+import cpool
 from cpool.cli import main
 
 RUN_FIELDS = {
@@ -272,3 +275,16 @@ def test_the_command_asks_for_a_subcommand_and_knows_its_version(capsys):
         main(["--version"])
     assert caught.value.code == 0
     assert capsys.readouterr().out.startswith("cpool ")
+
+
+def test_source_that_was_not_built_says_so(tmp_path):
+    source = Path(cpool.__file__).parent
+    for name in ("__init__.py", "core/__init__.py", "core/contract.py"):
+        (tmp_path / "cpool" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source / name, tmp_path / "cpool" / name)
+    done = subprocess.run(
+        [sys.executable, "-c", "import cpool"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "ImportError: cpool's extensions are not built in" in done.stderr
+    assert str(tmp_path / "cpool") in done.stderr

@@ -240,7 +240,8 @@ cdef class _PoolRegistration(_PoolAllocation):
             block_size: Tokens in a block; a multiple of ``hash_block_size``.
             first_block: Index of ``ids[0]`` in its request, so that ``hashes[i]`` covers
                 ``(first_block + i + 1) * block_size`` tokens.
-            parent_hash: For events only: the digest before ``hashes[0]``, as bytes.
+            parent_hash: For events only: the digest before ``hashes[0]``, as bytes. Without it
+                they say that a prefix begins there.
             token_ids: For events only: the n * block_size tokens of the blocks, an array or
                 a sequence of int. Copied, unless it is an array that is read-only.
             lora_id: For events only: the adapter's number.
