@@ -209,6 +209,16 @@ def code_digest(code: type | FunctionType) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def function_digest(function: object) -> str | None:
+    """Returns the code digest of a plain function, and None for anything else.
+
+    That is also what wraps another function: its source is the other's, what it adds is unknown.
+    """
+    if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
+        return None
+    return code_digest(function)
+
+
 def docstring_span(node: ast.AST) -> tuple[tuple[int, int], tuple[int, int]] | None:
     if not isinstance(node, ast.ClassDef | ast.FunctionDef) or ast.get_docstring(node) is None:
         return None

@@ -9,7 +9,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import Request
 
 from cpool.hashing import ALGORITHMS, BlockHasher
-from cpool.vllm.contract import code_digest
+from cpool.vllm.contract import function_digest
 from cpool.vllm.request import RequestHasher, append_method
 
 stock_request_block_hasher = kv_cache_utils.get_request_block_hasher
@@ -111,7 +111,7 @@ def replace_methods() -> list[tuple[type, str, Any]]:
         Class, name and what was there before, for each method replaced.
     """
     stock = Request.append_output_token_ids
-    if (code_digest(stock), code_digest(Request.update_block_hashes)) != KNOWN_DIGESTS:
+    if tuple(map(function_digest, (stock, Request.update_block_hashes))) != KNOWN_DIGESTS:
         return []
     Request.append_output_token_ids = append_method(Request, stock)
     return [(Request, "append_output_token_ids", stock)]

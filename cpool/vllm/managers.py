@@ -16,7 +16,7 @@ from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize, resolve_bloc
 
 import cpool
 from cpool.core.pool import block_ids, count_evictable
-from cpool.vllm.contract import code_digest
+from cpool.vllm.contract import function_digest
 from cpool.vllm.guests import GuestMixin
 from cpool.vllm.tails import allocate_slots_method, cache_blocks_method
 
@@ -138,8 +138,8 @@ def repeated_caching(stock: Callable[..., Any]) -> Callable[..., Any] | None:
 
     base = managers.SingleTypeKVCacheManager.cache_blocks
     tail = managers.FullAttentionManager._cache_partial_tail_block
-    keeps_last_token = KNOWN_TAILS.get(code_digest(tail))
-    if code_digest(base) not in KNOWN_BASES or keeps_last_token is None:
+    keeps_last_token = KNOWN_TAILS.get(function_digest(tail))
+    if function_digest(base) not in KNOWN_BASES or keeps_last_token is None:
         return None
     return cache_blocks_method(managers.FullAttentionManager, stock, keeps_last_token)
 
@@ -214,7 +214,7 @@ def slots_of_running(stock: Callable[..., Any]) -> Callable[..., Any] | None:
         for class_name in class_names:
             for name, known_digest in methods.items():
                 method = getattr(getattr(module, class_name), name, None)
-                if method is None or code_digest(method) != known_digest:
+                if function_digest(method) != known_digest:
                     return None
     return allocate_slots_method(
         kv_cache_manager.KVCacheManager,
@@ -297,7 +297,7 @@ def replace_methods() -> list[tuple[type, str, Any]]:
         owner = getattr(import_module(module_name), class_name)
         stock = vars(owner).get(name)
         function = getattr(stock, "__func__", stock)
-        if function is None or code_digest(function) != known_digest:
+        if function_digest(function) != known_digest:
             continue
         ours = make(function)
         if ours is None:

@@ -153,7 +153,8 @@ def allocate_slots_method(
                 request.status is waiting or request.status is preempted
             ):
                 kept_free += self.watermark_blocks
-            if kept_free and kept_free > self.block_pool.get_num_free_blocks():
+            # Where blocks are withheld there may be fewer than none.
+            if kept_free > self.block_pool.get_num_free_blocks():
                 return None
             return self.empty_kv_cache_blocks
         return stock(

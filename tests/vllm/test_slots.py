@@ -219,6 +219,18 @@ def test_blocks_kept_free_for_others(running):
         assert not asked
 
 
+def test_fewer_free_blocks_than_none(running):
+    # Blocks are withheld, and then one that is free is taken by a hit.
+    pools = [manager.block_pool for manager in running.managers]
+    for pool in pools:
+        pool.free_block_queue.num_free_blocks = 0
+    assert running.allocate()[0] is not None
+    for pool in pools:
+        pool.touch([pool.blocks[-1]])
+        assert pool.get_num_free_blocks() == -1
+    assert running.allocate() == (None, False)
+
+
 @pytest.mark.parametrize("status", [RequestStatus.WAITING, RequestStatus.PREEMPTED])
 def test_the_watermark_counts_for_those_that_wait_beside_others(running, status):
     watermark = running.managers[0].watermark_blocks

@@ -126,6 +126,44 @@ assert stock.reset_prefix_cache()
     )
 
 
+# A plugin has put something in the place of a method before the first pool is built.
+PATCHED = """
+import functools, importlib, unittest.mock
+import cpool, cpool.vllm; cpool.vllm.install()
+from vllm.v1.core import kv_cache_coordinator
+module_name, class_name, name = {method!r}.split()
+owner = getattr(importlib.import_module("vllm.v1.core." + module_name), class_name)
+stock = vars(owner)[name]
+patched = {patched}
+setattr(owner, name, patched)
+assert isinstance(kv_cache_coordinator.BlockPool(8, True, 16), cpool.BlockPool)
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+assert vars(owner)[name] is patched
+assert KVCacheManager.allocate_slots.__module__ == {home!r}
+"""
+KV_CACHE_MANAGER = "vllm.v1.core.kv_cache_manager"
+
+
+@pytest.mark.parametrize(
+    "patched",
+    [
+        "functools.wraps(stock)(lambda *args, **kwargs: stock(*args, **kwargs))",
+        "unittest.mock.MagicMock(__module__=stock.__module__)",
+    ],
+    ids=["wrapped", "mocked"],
+)
+@pytest.mark.parametrize(
+    "method",
+    [
+        "kv_cache_manager KVCacheManager allocate_slots",
+        "kv_cache_coordinator KVCacheCoordinator cache_blocks",
+        "single_type_kv_cache_manager MambaManager cache_blocks",
+    ],
+)
+def test_a_method_that_was_patched_before_is_left_and_called(in_fresh_process, method, patched):
+    in_fresh_process(PATCHED.format(method=method, patched=patched, home=KV_CACHE_MANAGER))
+
+
 def test_cpool_disable_keeps_stock(in_fresh_process):
     in_fresh_process(
         "import cpool.vllm; cpool.vllm.plugin()"
