@@ -389,8 +389,9 @@ def test_a_range_of_blocks_that_is_not_there(pool: Any) -> None:
     held = blocks_of(pool, HELD_PLAIN, HELD_TWICE)
     with pytest.raises(cpool.ContractError, match="-1"):
         pool.cache_full_blocks(CHAIN, held, -1, 1, 4, 0)
-    with pytest.raises(cpool.ContractError, match=r"3.*2|2.*3"):
-        pool.cache_full_blocks(CHAIN, held, 0, 3, 4, 0)
+    if pool.enable_kv_cache_events:  # else vLLM registers those that are (tests/test_batches.py)
+        with pytest.raises(cpool.ContractError, match=r"3.*2|2.*3"):
+            pool.cache_full_blocks(CHAIN, held, 0, 3, 4, 0)
     short = Request(CHAIN.block_hashes[:1], list(range(8)))
     with pytest.raises(IndexError):
         pool.cache_full_blocks(short, held, 0, 2, 4, 0)

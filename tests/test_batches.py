@@ -23,6 +23,11 @@ def make_run(order):
     return pool, rows
 
 
+class Request:
+    def __init__(self, block_hashes):
+        self.block_hashes = block_hashes
+
+
 ORDERS = {
     "up": np.arange(1, NUM_ROWS + 1),
     "down": np.arange(NUM_ROWS, 0, -1),
@@ -112,3 +117,19 @@ def test_random_pools():
             row = int(rng.integers(NUM_ROWS))
             pool.cache_full_ids([block], rows[row : row + 1], int(rng.integers(2)), SIZE)
         agree(pool, rows)
+
+
+@pytest.mark.parametrize("events", [False, True])
+def test_blocks_that_a_request_does_not_have(events):
+    # vLLM's slice ends where the blocks do; with events it fails.
+    pool = cpool.BlockPool(10, True, SIZE, enable_kv_cache_events=events)
+    request = Request(cpool.hash_tokens(range(3 * SIZE), SIZE))
+    blocks = pool.get_new_blocks(2)
+    if events:
+        with pytest.raises(cpool.ContractError, match="num_full_blocks is 3; there are 2 blocks"):
+            pool.cache_full_blocks(request, blocks, 0, 3, SIZE, 0)
+        assert pool.num_registrations == 0
+        return
+    pool.cache_full_blocks(request, blocks, 0, 3, SIZE, 0)
+    pool.cache_full_blocks(request, blocks, 2, 3, SIZE, 0)
+    assert pool.find_ids(list(request.block_hashes), 0).tolist() == [1, 2, -1]

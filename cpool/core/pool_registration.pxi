@@ -25,7 +25,8 @@ cdef class _PoolRegistration(_PoolAllocation):
                 need.
             blocks: All blocks of the request.
             num_cached_blocks: Index of the first block to register.
-            num_full_blocks: Index behind the last one.
+            num_full_blocks: Index behind the last one. Beyond the last of ``blocks`` nothing is
+                registered, as by vLLM; with events on it is refused.
             block_size: Tokens in a block; a multiple of ``hash_block_size``.
             kv_cache_group_id: Group that owns the keys.
             block_mask: Sequence of bool, one for each block of the range, or None.
@@ -55,7 +56,11 @@ cdef class _PoolRegistration(_PoolAllocation):
         if first >= last:
             return
         if last > len(blocks):
-            raise ContractError(f"num_full_blocks is {last}; there are {len(blocks)} blocks")
+            if self.enable_kv_cache_events:
+                raise ContractError(f"num_full_blocks is {last}; there are {len(blocks)} blocks")
+            last = len(blocks)
+            if first >= last:
+                return
         selected = list(blocks[first:last])
         if block_mask is not None and len(block_mask) != len(selected):
             raise ContractError(

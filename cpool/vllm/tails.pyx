@@ -224,7 +224,7 @@ cdef bint have_slots(
             ):
                 return False
             if manager.enable_caching and not are_states_cached(
-                manager, request_id, num_cacheable
+                manager, request, blocks, num_cacheable
             ):
                 return False
         else:
@@ -273,11 +273,23 @@ cdef bint keeps_state(
     return last >= num_blocks - 1 or blocks[last] is manager._null_block
 
 
-cdef bint are_states_cached(object manager, object request_id, object num_tokens) except -1:
-    """Whether there is no state to register: not of full blocks, nor at a boundary of hashes."""
-    return num_tokens % manager.block_pool.hash_block_size != 0 and (
-        are_full_blocks_cached(manager, request_id, num_tokens)
-    )
+cdef bint are_states_cached(
+    object manager, object request, list blocks, object num_tokens
+) except -1:
+    """Whether there is no state to register: not of full blocks, nor at a boundary of hashes.
+    There are none behind the prompt, and a state that is gone can't be.
+    """
+    cdef long long tokens = num_tokens
+    cdef long long block_size = manager.block_size
+    cdef Py_ssize_t last
+    if not are_full_blocks_cached(manager, request.request_id, num_tokens):
+        return False
+    if tokens <= 0 or tokens > <long long>request.num_prompt_tokens:
+        return True
+    if tokens % <long long>manager.block_pool.hash_block_size != 0:
+        return True
+    last = (tokens + block_size - 1) // block_size - 1
+    return last >= len(blocks) or blocks[last] is manager._null_block
 
 
 cdef bint are_full_blocks_cached(object manager, object request_id, object num_tokens) except -1:
