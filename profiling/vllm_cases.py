@@ -413,28 +413,41 @@ def prefill():
         yield [nanoseconds], len(requests), decided
 
 
+def decode_steps(manager, requests):
+    """Rounds of one decode step of all requests, whose prompts have their slots."""
+
+    def run():
+        # Not timed apart: a token must arrive before there is a slot to find for the next.
+        decided = []
+        for request in requests:
+            new = manager.allocate_slots(request, 1)
+            request.num_computed_tokens += 1
+            decided.append(new.get_block_ids(allow_none=True))
+        return decided
+
+    settle()
+    while True:
+        for request in requests:
+            request.append_output_token_ids(7)
+        manager.new_step_starts()
+        nanoseconds, decided = timed(run)
+        end_step(manager)
+        yield [nanoseconds], len(requests), decided
+
+
+def end_step(manager):
+    # The copies of partial hits have run: their blocks are not needed any more.
+    _, kept = manager.take_kv_cache_block_copies()
+    manager.block_pool.free_blocks(kept)
+
+
 @case("decode", "Decode step: allocate_slots(request, 1)")
 def decode():
     serving = Serving()
     requests = [serving.request(serving.tokens(200 + i % BLOCK_SIZE)) for i in range(256)]
     for request in requests:
         serving.admit(request)
-    settle()
-
-    def run():
-        # Not timed apart: a token must arrive before there is a slot to find for the next.
-        decided = []
-        for request in requests:
-            new = serving.manager.allocate_slots(request, 1)
-            request.num_computed_tokens += 1
-            decided.append(new.get_block_ids(allow_none=True))
-        return decided
-
-    while True:
-        for request in requests:
-            request.append_output_token_ids(7)
-        nanoseconds, decided = timed(run)
-        yield [nanoseconds], len(requests), decided
+    yield from decode_steps(serving.manager, requests)
 
 
 @case("decode_hybrid", "Decode step: the same, full attention and Mamba in blocks of 1,600 tokens")
@@ -465,38 +478,15 @@ def decode_hybrid():
         )
         for i in range(256)
     ]
-
-    def step(request, num_new_tokens):
-        manager.new_step_starts()
-        new = manager.allocate_slots(request, num_new_tokens)
-        request.num_computed_tokens += num_new_tokens
-        copies, kept = manager.take_kv_cache_block_copies()
-        manager.block_pool.free_blocks(kept)
-        return new.get_block_ids(allow_none=True), list(copies)
-
     for request in requests:
         # As the scheduler cuts a prompt: at its last hash, where its state is kept.
         last = (request.num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
-        for chunk in (last, request.num_tokens - last):
-            step(request, chunk)
-    settle()
-
-    def run():
-        decided = []
-        for request in requests:
-            new = manager.allocate_slots(request, 1)
-            request.num_computed_tokens += 1
-            decided.append(new.get_block_ids(allow_none=True))
-        return decided
-
-    while True:
-        for request in requests:
-            request.append_output_token_ids(7)
-        manager.new_step_starts()
-        nanoseconds, decided = timed(run)
-        _, kept = manager.take_kv_cache_block_copies()
-        manager.block_pool.free_blocks(kept)
-        yield [nanoseconds], len(requests), decided
+        for num_new_tokens in (last, request.num_tokens - last):
+            manager.new_step_starts()
+            assert manager.allocate_slots(request, num_new_tokens) is not None
+            request.num_computed_tokens += num_new_tokens
+            end_step(manager)
+    yield from decode_steps(manager, requests)
 
 
 def make_scheduler(num_requests):

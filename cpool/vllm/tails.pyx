@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM does for each running request in each step: register what is registered already.
+"""What vLLM does for each running request in each step, where it would change nothing.
 
 A request's blocks, and the tail of its prompt, become findable once; from then on vLLM's full
-attention asks the same again at every token. Here that is seen without Python code in between.
-Knows vLLM's names, and imports nothing of it.
+attention asks the same again at every token, and so does the search for slots that the request
+has already. Here that is seen without Python code in between. Knows vLLM's names, and imports
+nothing of it.
 """
 
 from cpool.core.memory cimport prefetch
