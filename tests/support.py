@@ -33,6 +33,17 @@ def make_request(
     return Request(hashes, list(range(num_hashes * hash_block_size)), **kwargs)
 
 
+def hold_nine(pool: Any, chain: Request) -> list[Any]:
+    """Holds blocks 1 to 9: 1 to 3 with full keys, 4 a copy of 1, 5 and 6 with extra keys."""
+    blocks = pool.get_new_blocks(9)
+    pool.cache_full_blocks(chain, blocks, 0, 3, 4, 0)
+    pool.cache_full_blocks(chain, blocks[3:], 0, 1, 4, 0)
+    for block in blocks[4:6]:
+        pool.cache_partial_block(chain, block, 12, 1, 16)
+        pool.cache_partial_block(chain, block, 8, 1, 16)
+    return blocks
+
+
 def lora(name: str = "adapter", adapter_id: int = 7) -> Any:
     return SimpleNamespace(name=name, lora_name=name, lora_path="/lora", adapter_id=adapter_id)
 

@@ -17,7 +17,7 @@ import pytest
 import cpool
 from cpool.events import types
 
-from .support import dump, event_fields, image, lora, make_request
+from .support import dump, event_fields, hold_nine, image, lora, make_request
 
 testcapi = pytest.importorskip("_testcapi", reason="needs CPython's hook that refuses memory")
 
@@ -35,17 +35,12 @@ MODES: dict[str, dict[str, bool]] = {
 
 
 def make_pool(mode: str) -> Any:
-    """Blocks 1 to 9 held: 1 to 3 with full keys, 4 a copy of 1, 5 and 6 with extra keys.
+    """Blocks 1 to 9 held, as `hold_nine` does it.
 
     Block 9 was registered by its id, so that a compact run waits among the events.
     """
     pool = cpool.BlockPool(14, True, 4, **MODES[mode])
-    blocks = pool.get_new_blocks(9)
-    pool.cache_full_blocks(CHAIN, blocks, 0, 3, 4, 0)
-    pool.cache_full_blocks(CHAIN, blocks[3:], 0, 1, 4, 0)
-    for block in blocks[4:6]:
-        pool.cache_partial_block(CHAIN, block, 12, 1, 16)
-        pool.cache_partial_block(CHAIN, block, 8, 1, 16)
+    hold_nine(pool, CHAIN)
     pool.cache_full_ids([9], CHAIN.block_hashes[6:7], 2, 4, 6)
     return pool
 

@@ -28,7 +28,7 @@ from cpool.prefix import (
 )
 from cpool.prefix import Request as RunningRequest
 
-from .support import dump, make_request
+from .support import dump, hold_nine, make_request
 
 CHAIN = make_request(8)
 HASHES = CHAIN.block_hashes
@@ -82,12 +82,7 @@ class World:
 
     def __init__(self, events: bool, folder: Path) -> None:
         self.pool = pool = cpool.BlockPool(14, True, 4, enable_kv_cache_events=events)
-        blocks = pool.get_new_blocks(9)
-        pool.cache_full_blocks(CHAIN, blocks, 0, 3, 4, 0)
-        pool.cache_full_blocks(CHAIN, blocks[3:], 0, 1, 4, 0)
-        for block in blocks[4:6]:
-            pool.cache_partial_block(CHAIN, block, 12, 1, 16)
-            pool.cache_partial_block(CHAIN, block, 8, 1, 16)
+        blocks = hold_nine(pool, CHAIN)
         pool.free_blocks([blocks[8], blocks[2]])
         self.folder = folder
         self.cache = PrefixCache(pool, [FullAttention(4)], remember_evictions=10)

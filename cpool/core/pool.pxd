@@ -30,6 +30,7 @@ cdef class HashBatch:
     cdef bytes row(self, size_t i)
 
 
+cdef int check_items(object items, str what, str kind) except -1
 cdef HashBatch read_hashes(object hashes, Py_ssize_t expected, uint32_t known_width)
 
 

@@ -27,10 +27,7 @@ cdef object ids_array(const block_id_t* ids, size_t count):
 
 cdef object rows_of(object hashes, uint32_t known_width):
     # Digests in any of the pool's forms as an (n, width) uint8 array.
-    if isinstance(hashes, (str, dict)) or not (
-        hasattr(hashes, "__iter__") or hasattr(hashes, "__getitem__")
-    ):
-        raise TypeError(f"hashes must be bytes, not {type(hashes).__name__}")
+    check_items(hashes, "hashes", "bytes")
     if not PyObject_CheckBuffer(hashes):
         digests = list(hashes)
         width = len(digests[0]) if digests else known_width or 32

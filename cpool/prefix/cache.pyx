@@ -13,7 +13,7 @@ of vLLM 0.32.0's ``KVCacheManager``, so block ids, copies and order of eviction 
 cimport cython
 from cpool.core cimport free_queue, guess, registry, reverse_index
 from cpool.core.guess cimport Guess
-from cpool.core.pool cimport BlockPool, HashBatch, IdBuffer, read_hashes
+from cpool.core.pool cimport BlockPool, HashBatch, IdBuffer, check_items, read_hashes
 from cpool.core.registry cimport Core, Holder
 from cpool.core.keys cimport Key
 from cpool.core.memory cimport prefetch
