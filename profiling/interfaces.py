@@ -27,8 +27,8 @@ class Request:
 class Ids:
     """cpool's batch methods: arrays in, arrays out."""
 
-    def __init__(self, make_pool, num_blocks):
-        self.pool = pool = make_pool(num_blocks, True, BLOCK_SIZE)
+    def __init__(self, make_pool, num_blocks, hash_width):
+        self.pool = pool = make_pool(num_blocks, hash_width)
         self.allocate = pool.get_new_block_ids
         self.register = pool.cache_full_ids
         self.register_partial = pool.cache_partial_ids
@@ -81,8 +81,8 @@ class Ids:
 class Handles:
     """vLLM's methods: stock's, or cpool's of the same names."""
 
-    def __init__(self, make_pool, num_blocks):
-        self.pool = pool = make_pool(num_blocks, True, BLOCK_SIZE)
+    def __init__(self, make_pool, num_blocks, hash_width):
+        self.pool = pool = make_pool(num_blocks, hash_width)
         self.allocate = pool.get_new_blocks
         self.register = pool.cache_full_blocks
         self.register_partial = pool.cache_partial_block
@@ -154,16 +154,22 @@ class Handles:
 def stock_pool():
     from vllm.v1.core.block_pool import BlockPool
 
-    return BlockPool
+    def make(num_blocks, hash_width, **options):
+        return BlockPool(num_blocks, True, BLOCK_SIZE, **options)
+
+    return make
 
 
 def cpool_pool():
     from cpool import BlockPool
 
-    return BlockPool
+    def make(num_blocks, hash_width, **options):
+        return BlockPool(num_blocks, True, BLOCK_SIZE, hash_width=hash_width, **options)
+
+    return make
 
 
-# Name in reports -> (interface, what returns the pool's class).
+# Name in reports -> (interface, what returns a function that makes a pool).
 IMPLEMENTATIONS = {
     "stock": (Handles, stock_pool),
     "handles": (Handles, cpool_pool),

@@ -63,7 +63,7 @@ def measure(interface, make_pool, method, num_blocks, hash_width, keys_per_block
         )
     # A first small pool pays for what every process needs once; what exists before the pool is
     # no work for the collector.
-    fill(interface(make_pool, 1000), 1000, hash_width, keys_per_block)
+    fill(interface(make_pool, 1000, hash_width), 1000, hash_width, keys_per_block)
     gc.collect()
     gc.freeze()
     result = {}
@@ -72,7 +72,7 @@ def measure(interface, make_pool, method, num_blocks, hash_width, keys_per_block
         before = tracemalloc.get_traced_memory()[0]
     else:
         before = rss_bytes()
-    api = interface(make_pool, num_blocks)
+    api = interface(make_pool, num_blocks, hash_width)
     if method == "rss":
         result["constructed"] = rss_bytes() - before
     fill(api, num_blocks, hash_width, keys_per_block)
@@ -101,7 +101,7 @@ def measure_with_memray(interface, make_pool, num_blocks, hash_width, keys_per_b
         path, trace_python_allocators=True,
         file_format=memray.FileFormat.AGGREGATED_ALLOCATIONS,
     ):  # fmt: skip
-        api = interface(make_pool, num_blocks)
+        api = interface(make_pool, num_blocks, hash_width)
         fill(api, num_blocks, hash_width, keys_per_block)
     with memray.FileReader(path) as reader:
         peak = reader.metadata.peak_memory
@@ -116,7 +116,7 @@ def measure_snapshot(interface, make_pool, num_blocks, hash_width):
     def make_recording_pool(*arguments):
         return make_pool(*arguments, enable_kv_cache_events=True)
 
-    api = interface(make_recording_pool, num_blocks)
+    api = interface(make_recording_pool, num_blocks, hash_width)
     fill(api, num_blocks, hash_width, 1)
     api.pool.take_events()
     start = time.thread_time()

@@ -43,7 +43,7 @@ class Session:
 
     Args:
         interface: Class from `interfaces`.
-        make_pool: The pool's class.
+        make_pool: Makes a pool: called with the number of blocks and the hash width.
         num_blocks: Size of the pool.
         hash_width: Bytes of a block hash.
         keys_per_block: 1 for full blocks alone; the rest are partial entries.
@@ -55,7 +55,7 @@ class Session:
         self, interface, make_pool, num_blocks, hash_width, keys_per_block, sample_blocks,
         aging_passes, seed=0,
     ):  # fmt: skip
-        self.make = lambda: interface(make_pool, num_blocks)
+        self.make = lambda: interface(make_pool, num_blocks, hash_width)
         self.api = None
         self.num_blocks = num_blocks
         self.hash_width = hash_width

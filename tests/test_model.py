@@ -40,6 +40,8 @@ from .support import (
 )
 
 PAST_FAILURES: list[int] = []
+# Digests that a pool takes memory for when it is built: those that come, or others, or none.
+PREPARED_FOR = [None, 8, 16, 32]
 
 RAISES = {
     ContractRefusal: cpool.ContractError,
@@ -64,6 +66,7 @@ class Pair:
         caching: bool,
         events: bool,
         collect: bool,
+        prepared_for: int | None = None,
         scale: int = 1,
     ) -> None:
         self.world = operations.World(width, scale)
@@ -71,7 +74,7 @@ class Pair:
         self.collectors = [Collector(), Collector()] if collect else [None, None]
         shape = (num_blocks, caching, operations.HASH_BLOCK_SIZE, events)
         self.model = ModelPool(*shape, self.collectors[0])
-        self.pool = cpool.BlockPool(*shape, self.collectors[1])
+        self.pool = cpool.BlockPool(*shape, self.collectors[1], hash_width=prepared_for)
         self.handles = HandleCalls(self.pool)
         self.ids = IdCalls(self.pool)
         # Which call of unpin_blocks heard of which block, on the model and on the pool.
@@ -157,6 +160,7 @@ class PoolMachine(RuleBasedStateMachine):
         caching=st.sampled_from([True, True, True, False]),
         events=st.booleans(),
         collect=st.booleans(),
+        prepared_for=st.sampled_from(PREPARED_FOR),
     )
     def build(self, **shape: Any) -> None:
         hypothesis.note(repr(shape))
@@ -207,6 +211,7 @@ def run(seed: int, num_steps: int, compare_every: int = 1, large: bool = False) 
         caching=rng.random() < 0.9,
         events=rng.random() < 0.7,
         collect=rng.random() < 0.3,
+        prepared_for=rng.choice(PREPARED_FOR),
     )
     pick = operations.RandomPicker(rng)
     seen = set()

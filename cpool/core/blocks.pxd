@@ -4,12 +4,13 @@
 # digest are one each for register and evict.
 #
 # The key columns exist from the first registration until the next reset: a pool in which
-# nobody registers pays nothing for them. A digest's slot is `stride` bytes; when SHARED_FLAG
-# is set its first four bytes name the member of a shared key instead.
+# nobody registers pays nothing for them. A pool that was told what is to come has them always.
+# A digest's slot is `stride` bytes; when SHARED_FLAG is set its first four bytes name the member
+# of a shared key instead.
 from cpool.core cimport memory
 from cpool.core.memory cimport Array
 from cpool.core.types cimport BlockState, block_id_t, space_t, uint8_t, uint32_t
-from libc.string cimport memcpy
+from libc.string cimport memcpy, memset
 
 
 cdef packed struct PrimaryKey:
@@ -73,6 +74,28 @@ cdef inline void drop_key_columns(Blocks* blocks) noexcept:
     blocks.stride = 0
 
 
+cdef inline int replace_digests(Blocks* blocks, uint32_t stride) except -1:
+    # Other slots, of which none has been written.
+    cdef Array digest
+    memory.allocate(&digest, blocks.num_blocks, stride)
+    memory.release(&blocks.digest_array)
+    blocks.digest_array = digest
+    blocks.digest = <uint8_t*>digest.data
+    blocks.stride = stride
+    return 0
+
+
+cdef inline void clear_keys(Blocks* blocks) noexcept:
+    # No block has a key; the columns stay.
+    if blocks.keys != NULL:
+        memset(blocks.keys, 0, blocks.num_blocks * sizeof(PrimaryKey))
+
+
+cdef inline void touch_key_columns(Blocks* blocks) noexcept:
+    memory.touch(&blocks.key_array)
+    memory.touch(&blocks.digest_array)
+
+
 cdef inline size_t nbytes(const Blocks* blocks) noexcept:
     return blocks.state_array.nbytes + blocks.key_array.nbytes + blocks.digest_array.nbytes
 
@@ -81,3 +104,4 @@ cdef inline void release(Blocks* blocks) noexcept:
     drop_key_columns(blocks)
     memory.release(&blocks.state_array)
     blocks.states = NULL
+    blocks.num_blocks = 0

@@ -21,6 +21,7 @@
 from cpool.core cimport memory
 from cpool.core.memory cimport Array
 from cpool.core.types cimport hash_t, ref_t, uint32_t, uint64_t
+from libc.string cimport memset
 
 cdef extern from * nogil:
     """
@@ -380,6 +381,10 @@ cdef inline int allocate(Cells* cells, uint64_t wanted_cells) except -1:
     memory.allocate(&cells.array, cells.num_chunks, sizeof(Chunk))
     cells.chunks = <Chunk*>cells.array.data
     return 0
+
+
+cdef inline void clear_all(Cells* cells) noexcept:
+    memset(cells.chunks, 0, cells.num_chunks * sizeof(Chunk))
 
 
 cdef inline void release(Cells* cells) noexcept:

@@ -49,6 +49,15 @@ cdef extern from * nogil:
     #endif
     }
 
+    /* The pages behind the range are there from now on: no later access waits for the system to
+       find and clear one. */
+    static inline void cpool_touch_pages(void *data, size_t nbytes) {
+        enum { SMALLEST_PAGE = 4096 };
+        volatile char *bytes = data;
+        for (size_t i = 0; i < nbytes; i += SMALLEST_PAGE) bytes[i] = bytes[i];
+        if (nbytes) bytes[nbytes - 1] = bytes[nbytes - 1];
+    }
+
     /* Whole pages of the range go back to the system, and read as zeros if they are used again;
        where there is no such call, they stay as they are. */
     static inline void cpool_give_back_pages(void *data, size_t nbytes) {
@@ -61,6 +70,7 @@ cdef extern from * nogil:
     void prefetch_write "cpool_prefetch_write"(const void* address) noexcept
     bint refuses_allocation "cpool_refuses_allocation"() noexcept
     void advise_huge "cpool_advise_huge"(void* data, size_t nbytes) noexcept
+    void touch_pages "cpool_touch_pages"(void* data, size_t nbytes) noexcept
     void give_back_pages "cpool_give_back_pages"(void* data, size_t nbytes) noexcept
     long num_allocations "cpool_num_allocations"
     long fail_countdown "cpool_fail_countdown"
@@ -102,6 +112,11 @@ cdef inline int allocate_as(Array* array, size_t count, size_t size, bint filled
     if nbytes >= HUGE_FROM_BYTES:
         advise_huge(array.data, count * size)
     return 0
+
+
+cdef inline void touch(const Array* array) noexcept:
+    # Memory that follows use otherwise is taken now.
+    touch_pages(array.raw, array.nbytes)
 
 
 cdef inline void release(Array* array) noexcept:

@@ -137,6 +137,7 @@ class BlockPool:
         *,
         truthful_events: bool = False,
         detailed_snapshots: bool = False,
+        hash_width: int | None = None,
     ) -> None: ...
     # vLLM's names and decisions; blocks are handles.
     @property

@@ -170,6 +170,11 @@ cdef class BlockPool(_PoolPartials):
         detailed_snapshots: Whether snapshots carry token ids, LoRA, extra keys and session, as
             the events did. With events on that keeps the tokens of every resident block in
             memory, four bytes each as a rule, and one small object a block.
+        hash_width: Bytes of the block hashes to come: 32 of ``sha256``, 16 of ``xxhash``. If
+            given, the memory for a key a block is taken and touched now, 6 to 10 ms a million
+            blocks, and `reset_prefix_cache` keeps it: no registration waits for the system to
+            find pages. If the hashes then have another width, memory follows them. None: memory
+            follows use.
 
     Raises:
         ContractError: A size is not an integer in its range.
@@ -198,12 +203,16 @@ cdef class BlockPool(_PoolPartials):
         *,
         truthful_events=False,
         detailed_snapshots=False,
+        hash_width=None,
     ):
         if self.core.blocks.num_blocks:
             raise ContractError("a pool cannot be initialised twice")
         num_blocks = read_count(num_gpu_blocks, "num_gpu_blocks", 1, MAX_BLOCKS)
         self.hash_block_size = <uint32_t>read_count(
             hash_block_size, "hash_block_size", 1, MAX_NUM_TOKENS
+        )
+        width = 0 if hash_width is None else read_count(
+            hash_width, "hash_width", 1, MAX_HASH_BYTES
         )
         if not isinstance(medium, str):
             raise TypeError(f"medium must be str, not {type(medium).__name__}")
@@ -219,14 +228,16 @@ cdef class BlockPool(_PoolPartials):
         self.event_groups = {}
         self.group_block_sizes = {}
         self.kv_event_queue = []
-        registry.init(&self.core, <uint32_t>num_blocks)
+        registry.init(
+            &self.core, <uint32_t>num_blocks, <uint32_t>width if enable_caching else 0
+        )
         free_queue.remove(&self.core.queue, NULL_BLOCK)
 
     def __reduce__(self):
         raise TypeError("a BlockPool cannot be pickled or copied: its blocks are device memory")
 
     def reset_prefix_cache(self):
-        """Forget all keys, and give back the memory that they took.
+        """Forget all keys, and give back what they took beyond what ``hash_width`` prepared.
 
         Returns:
             False, with a warning in the log, while a block other than the null block is held.
@@ -276,7 +287,7 @@ cdef class BlockPool(_PoolPartials):
                 f"{self.num_exports} numpy views of the key columns are alive: "
                 "delete them before the reset"
             )
-        registry.drop_key_storage(&self.core)
+        registry.forget_keys(&self.core)
         parents.release(&self.parents)
         self.forget_prefixes()
         self.forget_details()

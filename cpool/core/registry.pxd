@@ -40,6 +40,7 @@ cdef struct Core:
     Space* spaces           # spaces[0] is not used
     uint32_t num_spaces     # one past the highest in use; 0 while there is none
     bint has_widths         # digests of more than one width
+    bint is_prepared        # for keys to come: what they take is there, also after a reset
     uint64_t num_registrations
     uint64_t num_departures     # registrations that ended, ever
     uint64_t seed[35]       # random words of the table's hash
@@ -50,21 +51,36 @@ cdef struct Holder:
     record_id_t extra       # its record, NO_RECORD for the block's primary key
 
 
-cdef inline int init(Core* core, uint32_t num_blocks) except -1:
-    # `core` is zero-filled. What was allocated before a failure is freed by release().
+cdef inline int init(Core* core, uint32_t num_blocks, uint32_t expected_width) except -1:
+    # `core` is zero-filled, and is again after a failure. Where digests of some width are
+    # expected, a key a block takes no memory later on that is not there now.
     shared_keys.init(&core.shared, 0, 0)
     reverse_index.init(&core.index, 0, 0)
-    blocks.init(&core.blocks, num_blocks)
+    try:
+        blocks.init(&core.blocks, num_blocks)
+        if expected_width:
+            prepare_keys(core, expected_width)
+            table.reserve(&core.table, 0, num_blocks)
+            blocks.touch_key_columns(&core.blocks)
+            table.touch(&core.table)
+            core.is_prepared = True
+    except MemoryError:
+        release(core)
+        raise
     free_queue.init(&core.queue, core.blocks.states, num_blocks)
     return 0
 
 
-cdef inline void drop_key_storage(Core* core) noexcept:
-    # Forgets every key and gives back all that was allocated for keys.
-    table.release(&core.table)
+cdef inline void forget_keys(Core* core) noexcept:
+    # Gives back all that was allocated for keys, except what the pool was prepared with.
+    if core.is_prepared:
+        blocks.clear_keys(&core.blocks)
+        table.clear(&core.table)
+    else:
+        blocks.drop_key_columns(&core.blocks)
+        table.release(&core.table)
     shared_keys.release(&core.shared)
     reverse_index.release(&core.index)
-    blocks.drop_key_columns(&core.blocks)
     memory.release(&core.spaces_array)
     core.spaces = NULL
     core.num_spaces = 0
@@ -74,7 +90,8 @@ cdef inline void drop_key_storage(Core* core) noexcept:
 
 
 cdef inline void release(Core* core) noexcept:
-    drop_key_storage(core)
+    core.is_prepared = False
+    forget_keys(core)
     blocks.release(&core.blocks)
 
 
@@ -401,11 +418,17 @@ cdef inline int prepare_keys(Core* core, uint32_t width) except -1:
         stride = 8
     if core.blocks.stride == 0:
         blocks.add_key_columns(&core.blocks, stride)
-        shift = chunk_shift_for(core.blocks.num_blocks)
-        shared_keys.init(&core.shared, stride, shift)
-        reverse_index.init(&core.index, stride, shift)
+    elif stride < core.blocks.stride and core.num_spaces == 0:
+        blocks.replace_digests(&core.blocks, stride)
+        blocks.touch_key_columns(&core.blocks)
     elif stride > core.blocks.stride:
         widen(core, stride)
+        return 0
+    else:
+        return 0
+    shift = chunk_shift_for(core.blocks.num_blocks)
+    shared_keys.init(&core.shared, stride, shift)
+    reverse_index.init(&core.index, stride, shift)
     return 0
 
 

@@ -79,6 +79,8 @@ cdef int check_touch(Core* core, const block_id_t* ids, size_t count) except -1:
     cdef size_t i
     cdef block_id_t id
     cdef int32_t held
+    for i in range(min(AHEAD, count)):
+        prefetch_write(&core.blocks.states[ids[i]])
     for i in range(count):
         if i + AHEAD < count:
             prefetch_write(&core.blocks.states[ids[i + AHEAD]])
@@ -136,6 +138,12 @@ cdef inline void undo_release(Core* core, const block_id_t* ids, size_t count) n
         core.blocks.states[ids[i]].ref_cnt += 1
 
 
+cdef inline void prefetch_release(const Core* core, block_id_t id) noexcept:
+    prefetch_write(&core.blocks.states[id])
+    if core.blocks.keys != NULL:
+        prefetch(&core.blocks.keys[id])
+
+
 cdef int release_run(
     Core* core, const block_id_t* ids, size_t count, bint hashed_last, bint all_last
 ) except -1:
@@ -146,12 +154,11 @@ cdef int release_run(
     cdef block_id_t id
     cdef int32_t held
     cdef size_t i
+    for i in range(min(AHEAD, count)):
+        prefetch_release(core, ids[i])
     for i in range(count):
         if i + AHEAD < count:
-            id = ids[i + AHEAD]
-            prefetch_write(&core.blocks.states[id])
-            if core.blocks.keys != NULL:
-                prefetch(&core.blocks.keys[id])
+            prefetch_release(core, ids[i + AHEAD])
         id = ids[i]
         if id == NULL_BLOCK:
             count_null(core, -1)

@@ -34,6 +34,7 @@ cdef struct Table:
     uint64_t num_moved      # chunks of `leaving` that are no home any more
     uint64_t num_given_back     # of these, chunks whose memory is not counted
     uint64_t num_used       # cells, in both
+    bint has_grown          # beyond its first size
 
 
 cdef inline bint exists(const Table* table) noexcept:
@@ -193,7 +194,8 @@ cdef inline int grow(Table* table, uint64_t wanted_cells) except -1:
     table.leaving = table.cells
     table.cells = fresh
     table.num_moved = 0
-    table.moved = ALL_HASHES if table.leaving.chunks == NULL else 0
+    table.has_grown = table.leaving.chunks != NULL
+    table.moved = 0 if table.has_grown else ALL_HASHES
     return 0
 
 
@@ -215,3 +217,17 @@ cdef inline void release(Table* table) noexcept:
     cells.release(&table.leaving)
     table.num_given_back = 0
     table.num_used = 0
+    table.has_grown = False
+
+
+cdef inline void touch(const Table* table) noexcept:
+    memory.touch(&table.cells.array)
+
+
+cdef inline void clear(Table* table) noexcept:
+    # No key is left. A table that has grown goes; as it was first made, it stays.
+    if table.leaving.chunks != NULL or table.has_grown:
+        release(table)
+    elif exists(table):
+        cells.clear_all(&table.cells)
+        table.num_used = 0

@@ -45,6 +45,8 @@ EVENT_TYPES = SimpleNamespace(
     first_mm_index=lambda request, start, end: 0,
 )
 
+SHA256_BYTES = 32  # of vLLM's default; where others come, the pool follows them
+
 _announced = False
 
 
@@ -103,6 +105,7 @@ class VllmBlockPool(cpool.BlockPool):
             metrics_collector,
             medium,
             truthful_events=os.environ.get("CPOOL_TRUTHFUL_EVENTS", "0") not in ("", "0"),
+            hash_width=SHA256_BYTES,
         )
         swap.when_pool_is_built()
         announce(self)
