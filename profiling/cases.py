@@ -27,13 +27,12 @@ WARM_PREFIX_GOAL_NS = 1000 / 60  # 60 million blocks a second
 
 
 def timing_case(num_blocks, rounds, aging_passes, hash_width=HASH_WIDTH, keys_per_block=1):
-    large = num_blocks > MILLION
     return {
         "num_blocks": num_blocks,
         "hash_width": hash_width,
         "keys_per_block": keys_per_block,
         "rounds": rounds,
-        "construct_rounds": 1 if large else 3,
+        "construct_rounds": 3,
         "sample_blocks": 65_536,
         "aging_passes": aging_passes,
     }
@@ -45,7 +44,7 @@ def timing_cases(quick):
     return [
         timing_case(10_000, 9, 2),
         timing_case(100_000, 7, 2),
-        timing_case(MILLION, 7, 2),
+        timing_case(MILLION, 11, 2),
         timing_case(10_000_000, 3, 1),
         timing_case(100_000, 5, 2, hash_width=16),
         timing_case(MILLION, 5, 1, hash_width=16),
