@@ -13,6 +13,8 @@
  *     insert_batch     keys into an empty table that gets 70 % full, the key copied to a
  *                      random slot, 64 at once
  *     unlink_batch     12-byte nodes out of a doubly linked ring in random order, 64 at once
+ *     evict_batch      a block's node is written, its key read, and the key's cell marked as
+ *                      given up; blocks in random order, 64 at once
  *
  * Every look-up compares whole keys and its answer is checked. Times are CPU time.
  */
@@ -24,6 +26,8 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <time.h>
+
+#define GIVEN_UP UINT32_MAX /* in a cell's lower half: searches go on */
 
 enum { BATCH = 64, HUGE_PAGE = 2 << 20, MAX_STEPS = 4000000, MIN_STEPS = 200000 };
 
@@ -234,11 +238,36 @@ static void measure(int huge, const uint8_t *keys, const uint32_t *order, size_t
     double unlink_batch = (now() - start) / num_leaving;
     check(nodes[0].next == 0 && nodes[0].prev == 0, "the ring is not empty");
 
+    /* evict_batch: every block, as in an allocation that knows which ones it will get. */
+    start = now();
+    for (size_t first = 0; first < num_blocks; first += BATCH) {
+        size_t end = first + BATCH < num_blocks ? first + BATCH : num_blocks;
+        uint64_t places[BATCH];
+        for (size_t i = first; i < end; i++) {
+            __builtin_prefetch(&nodes[order[i]], 1);
+            __builtin_prefetch(slots + (size_t)order[i] * width);
+        }
+        for (size_t i = first; i < end; i++) {
+            places[i - first] = home(slots + (size_t)order[i] * width);
+            __builtin_prefetch(&cells[places[i - first]], 1);
+        }
+        for (size_t i = first; i < end; i++) {
+            uint64_t place = places[i - first];
+            while ((uint32_t)cells[place] != order[i] + 1) place = following(place);
+            cells[place] = GIVEN_UP;
+            nodes[order[i]] = (Node){GIVEN_UP, GIVEN_UP, 1};
+        }
+    }
+    double evict_batch = (now() - start) / num_blocks;
+    for (uint64_t place = 0; place < num_cells; place++)
+        check(!cells[place] || cells[place] == GIVEN_UP, "a key is left");
+
     printf("\"%s\": {\"read_dependent\": %.2f, \"read_batch\": %.2f, \"probe\": %.2f, "
            "\"probe_batch\": %.2f, \"insert_batch\": %.2f, \"unlink_batch\": %.2f, "
+           "\"evict_batch\": %.2f, "
            "\"ignore\": %" PRIu64 "}",
            huge ? "huge_pages" : "small_pages", read_dependent, read_batch, probe, probe_batch,
-           insert_batch, unlink_batch, sum & 1);
+           insert_batch, unlink_batch, evict_batch, sum & 1);
     free(picked);
     free(leaving);
     munmap(slots, (size_t)num_blocks * width);

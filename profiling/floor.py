@@ -18,6 +18,8 @@ FLOOR_OF = {
     "register_fresh": "insert_batch",
     "register_aged": "insert_batch",
     "touch": "unlink_batch",
+    "allocate_evicting_aged": "evict_batch",
+    "evict": "evict_batch",
     "free_shuffled": "read_batch",
     "free_aged": "read_batch",
     "register_partial": "probe",
