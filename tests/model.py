@@ -7,7 +7,7 @@ itself, this one refuses before anything changes and marks the refusal ``stricte
 
 Three things are deliberately left open, because the reference leaves them open: the
 order in which extra keys of one block are removed (AnyOrder), and what an id method
-says about tokens, parents and extra keys in an event (ANYTHING).
+says about tokens and extra keys in an event (ANYTHING).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -28,6 +28,10 @@ class ModelError(Exception):
 
 class ContractRefusal(ModelError):
     """cpool.ContractError."""
+
+
+class RootRefusal(ModelError):
+    """cpool.ContractError that asks for parent_hash."""
 
 
 class IdRefusal(ModelError):
@@ -167,6 +171,11 @@ class ModelPool:
     def check_num_tokens(self, num_tokens: int) -> None:
         if num_tokens <= 0 or num_tokens % self.hash_block_size:
             raise ContractRefusal(f"num_tokens {num_tokens}")
+
+    def check_root(self, parent: bytes | None, is_first: bool) -> None:
+        """Only what comes first in a request has no parent that events could name."""
+        if self.enable_events and parent is None and not is_first:
+            raise RootRefusal("events would say that a prefix begins here", stricter=True)
 
     def check_releases(self, ids: list[int]) -> None:
         """No block may be released more often than it is held, repeats in ids counted."""
@@ -308,12 +317,15 @@ class ModelPool:
         group: int,
         block_size: int,
         first_block: int = 0,
+        parent: bytes | None = None,
     ) -> None:
         self.check_ids(ids)
         if len(ids) != len(hashes):
             raise ValueRefusal(f"{len(ids)} ids, {len(hashes)} hashes")
         if block_size <= 0 or block_size % self.hash_block_size:
             raise ContractRefusal(f"block_size {block_size}")
+        if ids:
+            self.check_root(parent, first_block == 0)
         stores = [
             (block_id, block_hash, (first_block + i + 1) * block_size)
             for i, (block_id, block_hash) in enumerate(zip(ids, hashes, strict=True))
@@ -322,7 +334,8 @@ class ModelPool:
         self.check_promotions(stores)
         self.store_full(stores, group)
         if ids:
-            self.emit_loosely([block_hash for _, block_hash, _ in stores], block_size, group)
+            digests = [block_hash for _, block_hash, _ in stores]
+            self.emit_loosely(digests, parent, block_size, group)
 
     def store_full(self, stores: list[tuple[int, bytes, int]], group: int) -> None:
         for block_id, block_hash, num_tokens in stores:
@@ -362,14 +375,21 @@ class ModelPool:
         return key
 
     def cache_partial_id(
-        self, block_id: int, block_hash: bytes, num_tokens: int, group: int, replace: bool = False
+        self,
+        block_id: int,
+        block_hash: bytes,
+        num_tokens: int,
+        group: int,
+        replace: bool = False,
+        parent: bytes | None = None,
     ) -> None:
         self.check_ids([block_id])
         self.check_num_tokens(num_tokens)
         if block_id == NULL_BLOCK:
             return
+        self.check_root(parent, num_tokens == self.hash_block_size)
         if self.store_partial(make_key(block_hash, group), block_id, num_tokens, replace):
-            self.emit_loosely([block_hash], self.hash_block_size, group)
+            self.emit_loosely([block_hash], parent, self.hash_block_size, group)
 
     def cache_partial_ids(
         self,
@@ -377,14 +397,18 @@ class ModelPool:
         hashes: Sequence[bytes],
         num_tokens: Sequence[int],
         group: int,
+        parents: Sequence[bytes | None],
     ) -> None:
         self.check_ids(ids)
         if len(ids) != len(hashes):
             raise ValueRefusal(f"{len(ids)} ids, {len(hashes)} hashes")
         for tokens in num_tokens:
             self.check_num_tokens(tokens)
-        for block_id, block_hash, tokens in zip(ids, hashes, num_tokens, strict=True):
-            self.cache_partial_id(block_id, block_hash, tokens, group)
+        for block_id, tokens, parent in zip(ids, num_tokens, parents, strict=True):
+            if block_id != NULL_BLOCK:
+                self.check_root(parent, tokens == self.hash_block_size)
+        for i, block_id in enumerate(ids):
+            self.cache_partial_id(block_id, hashes[i], num_tokens[i], group, parent=parents[i])
 
     def store_partial(self, key: bytes, block_id: int, num_tokens: int, replace: bool) -> bool:
         """True if the key is new on this block, or its contents were replaced."""
@@ -511,11 +535,13 @@ class ModelPool:
         if removed[1:]:
             self.emit(AnyOrder(tuple(removed[1:])))
 
-    def emit_loosely(self, hashes: list[bytes], block_size: int, group: int) -> None:
+    def emit_loosely(
+        self, hashes: list[bytes], parent: bytes | None, block_size: int, group: int
+    ) -> None:
         self.emit(
             Stored(
                 block_hashes=[event_hash(block_hash) for block_hash in hashes],
-                parent_block_hash=ANYTHING,
+                parent_block_hash=None if parent is None else event_hash(parent),
                 token_ids=ANYTHING,
                 block_size=block_size,
                 lora_id=None,

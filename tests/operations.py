@@ -11,6 +11,7 @@ and hashes then come side by side more often than not, as an engine's do.
 """
 
 import random
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -229,7 +230,21 @@ def cache_full_ids(pick: Picker, model: reference.ModelPool, world: World) -> Op
     ids = full_ids(pick, model, world, first, first + num, block_size)
     hashes = some_hashes(pick, world, num + (num > 0 and rarely(pick)))
     group = pick.integer(0, NUM_GROUPS - 1)
-    return Operation("cache_full_ids", (ids, hashes, group, block_size, first), True)
+    args = (ids, hashes, group, block_size, first)
+    parent = likely_parent(world, args, first == 0)
+    return Operation("cache_full_ids", (*args, parent), True)
+
+
+def likely_parent(world: World, args: Any, is_first: bool) -> bytes | None:
+    """What events name as the parent: None where a request begins and, rarely, elsewhere.
+
+    Follows from the other arguments: nothing is drawn, so streams of draws that were kept
+    before parents were part of an operation still mean the same operations.
+    """
+    number = zlib.crc32(repr(args).encode())
+    if is_first or number % 12 == 0:
+        return None
+    return world.hashes[number // 12 % len(world.hashes)]
 
 
 def likely_held(pick: Picker, model: reference.ModelPool) -> int:
@@ -254,7 +269,8 @@ def cache_partial_id(pick: Picker, model: reference.ModelPool, world: World) -> 
     group = pick.integer(0, NUM_GROUPS - 1)
     block_hash = pick.choice(world.hashes)
     args = (likely_held(pick, model), block_hash, num_tokens, group, rarely(pick))
-    return Operation("cache_partial_id", args, True)
+    parent = likely_parent(world, args, num_tokens == HASH_BLOCK_SIZE)
+    return Operation("cache_partial_id", (*args, parent), True)
 
 
 def cache_partial_ids(pick: Picker, model: reference.ModelPool, world: World) -> Operation:
@@ -270,7 +286,11 @@ def cache_partial_ids(pick: Picker, model: reference.ModelPool, world: World) ->
     alike = pick.integer(1, 24)
     num_tokens = [first + i // alike * HASH_BLOCK_SIZE for i in range(len(ids))]
     args = (ids, hashes, num_tokens, pick.integer(0, NUM_GROUPS - 1))
-    return Operation("cache_partial_ids", args, True)
+    parents = [
+        likely_parent(world, (args, i // 12), tokens == HASH_BLOCK_SIZE)
+        for i, tokens in enumerate(num_tokens)
+    ]
+    return Operation("cache_partial_ids", (*args, parents), True)
 
 
 def insert(pick: Picker, model: reference.ModelPool, world: World) -> Operation:

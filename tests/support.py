@@ -149,13 +149,16 @@ class IdCalls:
         return self.pool.evict_ids(ids)
 
     def cache_full_ids(self, *args: Any) -> None:
-        self.pool.cache_full_ids(*args)
+        *args, parent = args
+        self.pool.cache_full_ids(*args, parent_hash=parent)
 
     def cache_partial_id(self, *args: Any) -> None:
-        self.pool.cache_partial_id(*args)
+        *args, parent = args
+        self.pool.cache_partial_id(*args, parent_hash=parent)
 
     def cache_partial_ids(self, *args: Any) -> None:
-        self.pool.cache_partial_ids(*args)
+        *args, parents = args
+        self.pool.cache_partial_ids(*args, parent_hashes=parents)
 
     def move_block_hashes(self, src: int, dst: int) -> None:
         self.pool.move_ids(src, dst)

@@ -232,7 +232,11 @@ def test_tokens_that_register_the_block_make_the_call_fail() -> None:
     blocks = pool.get_new_blocks(2)
     request = Request(
         CHAIN.block_hashes,
-        Tokens(lambda: pool.cache_partial_id(1, CHAIN.block_hashes[7], 32, 0, True)),
+        Tokens(
+            lambda: pool.cache_partial_id(
+                1, CHAIN.block_hashes[7], 32, 0, True, parent_hash=CHAIN.block_hashes[6]
+            )
+        ),
     )
     with pytest.raises(cpool.ContractError, match="block 1 at position 0 has a key for 32 tokens"):
         pool.cache_full_blocks(request, blocks, 0, 2, 4, 0)

@@ -141,7 +141,8 @@ def test_a_block_named_twice_is_replaced_with_all_that_it_has(truthful_events):
         pool.cache_partial_block(request, block, num_tokens, 0, BLOCK_SIZE)
     block.reset_hash()  # takes the first key away; nine extra ones stay
     pool.take_events()
-    pool.cache_full_ids([1, 1], request.full_hashes()[5:7], 0, BLOCK_SIZE, 5)
+    hashes = request.full_hashes()
+    pool.cache_full_ids([1, 1], hashes[5:7], 0, BLOCK_SIZE, 5, parent_hash=hashes[4])
     events = pool.take_events()
     assert sum(isinstance(event, BlockRemoved) for event in events) == 10
     assert pool.num_registrations == 1

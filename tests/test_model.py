@@ -25,6 +25,7 @@ from .model import (
     IdRefusal,
     ModelError,
     ModelPool,
+    RootRefusal,
     TooFewBlocks,
     TooFewHashes,
     ValueRefusal,
@@ -45,6 +46,7 @@ PREPARED_FOR = [None, 8, 16, 32]
 
 RAISES = {
     ContractRefusal: cpool.ContractError,
+    RootRefusal: cpool.ContractError,
     IdRefusal: cpool.BlockIdError,
     ValueRefusal: ValueError,
     TooFewHashes: IndexError,
@@ -83,7 +85,7 @@ class Pair:
         self.last: operations.Operation | None = None
 
     def step(self, generator: operations.Generator, pick: operations.Picker) -> str:
-        """One operation on both; its name, with a star if it was refused."""
+        """One operation on both; its name, with a star, or "^" for RootRefusal, if refused."""
         operation = generator(pick, self.model, self.world)
         self.last = operation
         method, args, by_ids = operation
@@ -96,9 +98,12 @@ class Pair:
             expected = getattr(self.model, method)(*args, *watchers[0])
         except ModelError as refusal:
             message = f"^{refusal}$" if isinstance(refusal, TooFewBlocks) else None
+            is_root = isinstance(refusal, RootRefusal)
+            if is_root:
+                message = "with events on parent_hash is needed"
             with pytest.raises(RAISES[type(refusal)], match=message):
                 getattr(calls, method)(*args, *watchers[1])
-            return method + "*"
+            return method + ("^" if is_root else "*")
         actual = getattr(calls, method)(*args, *watchers[1])
         if method == "evict_blocks" and not by_ids:
             expected = None  # vLLM's method does not count them.
@@ -258,7 +263,8 @@ def test_runs_reach_every_operation_and_refusal() -> None:
         "emit_cached_block_events",
     }  # fmt: skip
     never_refused = {"touch", "reset_prefix_cache", "maybe_evict"}
-    assert seen == methods | {method + "*" for method in methods - never_refused}
+    roots = {"cache_full_ids^", "cache_partial_id^", "cache_partial_ids^"}
+    assert seen == roots | methods | {method + "*" for method in methods - never_refused}
 
 
 @pytest.mark.slow

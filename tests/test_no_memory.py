@@ -41,7 +41,7 @@ def make_pool(mode: str) -> Any:
     """
     pool = cpool.BlockPool(14, True, 4, **MODES[mode])
     hold_nine(pool, CHAIN)
-    pool.cache_full_ids([9], CHAIN.block_hashes[6:7], 2, 4, 6)
+    pool.cache_full_ids([9], CHAIN.block_hashes[6:7], 2, 4, 6, parent_hash=CHAIN.block_hashes[5])
     return pool
 
 
@@ -64,7 +64,13 @@ OPERATIONS: dict[str, Callable[[Any], Any]] = {
         CHAIN, blocks_of(pool, 1, 2, 3, 7, 8), 3, 5, 4, 0
     ),
     "cache_full_ids": lambda pool: pool.cache_full_ids(
-        [7, 8], CHAIN.block_hashes[3:5], 0, 4, 3, token_ids=range(8)
+        [7, 8],
+        CHAIN.block_hashes[3:5],
+        0,
+        4,
+        3,
+        parent_hash=CHAIN.block_hashes[2],
+        token_ids=range(8),
     ),
     "promotion": lambda pool: pool.cache_full_blocks(CHAIN, blocks_of(pool, 5), 0, 1, 16, 1),
     "cache_partial_block": lambda pool: pool.cache_partial_block(CHAIN, pool.blocks[7], 8, 0, 16),
@@ -76,7 +82,7 @@ OPERATIONS: dict[str, Callable[[Any], Any]] = {
         CHAIN.block_hashes[3:8],
         [16, 4, 8, 20, 8],
         1,
-        parent_hashes=[None, CHAIN.block_hashes[2], None, None, None],
+        parent_hashes=[None, *CHAIN.block_hashes[2:6]],
         token_ids=[range(16), [1, 2, 3, 4], None, [5], [6]],
     ),
     "insert into the map": lambda pool: pool.cached_block_hash_to_block.insert(

@@ -36,7 +36,7 @@ def test_a_batch_is_its_single_registrations(options, truthful):
         rows = known[rng.integers(0, 6, count)]
         ends = rng.integers(1, 6, count) * UNIT
         group = int(rng.integers(2))
-        parents = [None if rng.integers(2) else known[0].tobytes() for _ in range(count)]
+        parents = [None if end == UNIT and rng.integers(2) else known[0].tobytes() for end in ends]
         tokens = [list(range(UNIT)) for _ in range(count)]
         batch.cache_partial_ids(ids, rows, ends, group, parent_hashes=parents, token_ids=tokens)
         for i in range(count):
@@ -57,8 +57,8 @@ def test_a_key_that_an_earlier_row_takes_away_is_registered_again(options):
     short, long = b"s" * 32, b"l" * 32
     for pool in (batch, single):
         pool.cache_partial_id(5, short, UNIT, 0)
-    batch.cache_partial_ids([5, 5], [long, short], [2 * UNIT, UNIT], 0)
-    single.cache_partial_id(5, long, 2 * UNIT, 0)
+    batch.cache_partial_ids([5, 5], [long, short], [2 * UNIT, UNIT], 0, parent_hashes=[short, None])
+    single.cache_partial_id(5, long, 2 * UNIT, 0, parent_hash=short)
     single.cache_partial_id(5, short, UNIT, 0)
     assert len(batch.registrations(5)) == 2
     assert state(batch) == state(single)
@@ -116,13 +116,15 @@ def test_a_repeated_batch_changes_nothing_and_emits_nothing():
         ({"hashes": [b"x" * 16] * 2}, ValueError, "16 bytes in a pool of 32-byte hashes"),
         ({"parent_hashes": [None]}, cpool.ContractError, "1 parent_hashes for 2 blocks"),
         ({"parent_hashes": [None, "x"]}, TypeError, "bytes"),
+        ({"parent_hashes": [None, None]}, cpool.ContractError, "num_tokens is 32: .*parent_hash"),
         ({"token_ids": []}, cpool.ContractError, "0 token_ids for 2 blocks"),
     ],
 )
 def test_bad_arguments_change_nothing(change, error, message):
     pool = make_pools(enable_kv_cache_events=True)[0]
     pool.cache_partial_id(3, b"a" * 32, UNIT, 0)
-    arguments = {"ids": [1, 2], "hashes": [b"b" * 32, b"c" * 32], "num_tokens": [16, 32]} | change
+    arguments = {"ids": [1, 2], "hashes": [b"b" * 32, b"c" * 32], "num_tokens": [16, 32]}
+    arguments |= {"parent_hashes": [None, b"b" * 32]} | change
     before = state(pool)[:2]
     with pytest.raises(error, match=message):
         pool.cache_partial_ids(**arguments, kv_cache_group_id=0)

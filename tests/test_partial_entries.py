@@ -32,8 +32,16 @@ def register(request: Any) -> Any:
         pool.cache_partial_block(chain, block, num_tokens, GROUP, BLOCK_SIZE, **kwargs)
 
     def by_id(pool: Any, chain: Any, block: Any, num_tokens: int, **kwargs: Any) -> None:
-        block_hash = chain.block_hashes[num_tokens // HASH_BLOCK_SIZE - 1]
-        pool.cache_partial_id(block.block_id, block_hash, num_tokens, GROUP, **kwargs)
+        start = (num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
+        pool.cache_partial_id(
+            block.block_id,
+            hash_at(chain, num_tokens),
+            num_tokens,
+            GROUP,
+            parent_hash=hash_at(chain, start) if start else None,
+            token_ids=range(start, num_tokens),
+            **kwargs,
+        )
 
     return {"handles": by_handle, "ids": by_id}[request.param]
 

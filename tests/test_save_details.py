@@ -31,10 +31,19 @@ def detailed_pool() -> Any:
     pool.cache_partial_block(CHAIN, blocks[6], 20, 1, 16)
     tokens = np.arange(8, dtype=np.int64) + (1 << 40)
     pool.cache_full_ids(
-        [8, 9], CHAIN.block_hashes[4:6], 2, 4, 4, token_ids=tokens, extra_keys=[KINDS, None]
+        [8, 9],
+        CHAIN.block_hashes[4:6],
+        2,
+        4,
+        4,
+        parent_hash=CHAIN.block_hashes[3],
+        token_ids=tokens,
+        extra_keys=[KINDS, None],
     )
     pool.cache_full_ids([10], CHAIN.block_hashes[:1], 0, 4, token_ids=[9, 8, 7, 6], lora_id=3)
-    pool.cache_partial_id(11, CHAIN.block_hashes[7], 32, 3, token_ids=(5, 6))
+    pool.cache_partial_id(
+        11, CHAIN.block_hashes[7], 32, 3, parent_hash=CHAIN.block_hashes[6], token_ids=(5, 6)
+    )
     pool._insert_block_hash(bytes(36), blocks[12], 8)
     pool.evict_ids([2])
     pool.take_events()

@@ -160,6 +160,17 @@ def test_events_go_on_as_they_were(truthful: bool, detailed: bool, tmp_path: Pat
     assert len(events[0]) == (4 if truthful else 5)
 
 
+def test_options_of_events_in_a_file_without_events_are_dropped(tmp_path: Path) -> None:
+    pool, path = mixed_pool(), tmp_path / "pool"
+    pool.save(path)
+    settings, arrays = saving.read(path)
+    flags = {"truthful_events": True, "detailed_snapshots": True}
+    saving.write(path, settings | flags, arrays)
+    loaded = cpool.BlockPool.load(path)
+    assert not any(getattr(loaded, name) for name in flags)
+    assert_same(loaded, pool)
+
+
 def blocks_of(pool: Any, *ids: int) -> list[Any]:
     return [pool.blocks[block_id] for block_id in ids]
 

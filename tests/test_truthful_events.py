@@ -185,3 +185,19 @@ def test_truthful_events_are_off_by_default_and_keyword_only():
     assert not cpool.BlockPool(2, True, 1).truthful_events
     with pytest.raises(TypeError):
         cpool.BlockPool(2, True, 1, True, None, "GPU", True)
+
+
+@pytest.mark.parametrize("name", ["truthful_events", "detailed_snapshots"])
+@pytest.mark.parametrize("given", [True, 1])
+def test_options_of_events_without_events_are_refused(name, given):
+    pool = cpool.BlockPool.__new__(cpool.BlockPool)
+    for off in ({}, {"enable_kv_cache_events": False}):
+        with pytest.raises(
+            cpool.ContractError, match=f"^{name} is {given}.*enable_kv_cache_events is False"
+        ):
+            pool.__init__(1 << 20, True, HASH_BLOCK_SIZE, **off, **{name: given}, hash_width=32)
+        assert pool.nbytes == 0
+    # It can still become a pool, with events.
+    pool.__init__(9, True, HASH_BLOCK_SIZE, enable_kv_cache_events=True, **{name: given})
+    assert getattr(pool, name)
+    pool.check_consistency()

@@ -142,11 +142,11 @@ class World:
         )  # fmt: skip
         self.add(
             "BlockPool.cache_partial_id", pool.cache_partial_id, 7, HASHES[4], 8, 2, False,
-            parent_hash=None, token_ids=[1, 2, 3, 4],
+            parent_hash=HASHES[3], token_ids=[1, 2, 3, 4],
         )  # fmt: skip
         self.add(
             "BlockPool.cache_partial_ids", pool.cache_partial_ids, [7], HASHES[4:5], [8], 2,
-            parent_hashes=[None], token_ids=[[1]],
+            parent_hashes=[HASHES[3]], token_ids=[[1]],
         )  # fmt: skip
         self.add("BlockPool", cpool.BlockPool, 8, True, 4, False, None, "GPU")
         block = at[1]

@@ -347,6 +347,13 @@ cdef class _PoolRegistration(_PoolAllocation):
 
 
 cdef class _PoolPartials(_PoolRegistration):
+    cdef int check_partial_parent(
+        self, uint64_t tokens, object parent, object token_ids
+    ) except -1
+    cdef int register_partial_id(
+        self, block_id_t id, bytes block_hash, uint64_t tokens, uint32_t group,
+        bint replace_existing_hashes, object parent_hash, object token_ids,
+    ) except -1
     cdef int register_unreported(
         self, IdBatch batch, HashBatch rows, TokenBuffer ends, uint32_t group,
         const block_id_t* found,

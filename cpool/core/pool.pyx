@@ -167,9 +167,10 @@ cdef class BlockPool(_PoolPartials):
         truthful_events: Whether a consumer of the events that keeps a set of (group, hash)
             holds exactly the pool's keys after each batch. Off, the events are those of
             vLLM, whose consumers forget keys that are still resident, among other things.
+            Only with ``enable_kv_cache_events``.
         detailed_snapshots: Whether snapshots carry token ids, LoRA, extra keys and session, as
-            the events did. With events on that keeps the tokens of every resident block in
-            memory, four bytes each as a rule, and one small object a block.
+            the events did. That keeps the tokens of every resident block in memory, four bytes
+            each as a rule, and one small object a block. Only with ``enable_kv_cache_events``.
         hash_width: Bytes of the block hashes to come: 32 of ``sha256``, 16 of ``xxhash``. If
             given, the memory for a key a block is taken and touched now, 6 to 10 ms a million
             blocks, and `reset_prefix_cache` keeps it: no registration waits for the system to
@@ -177,7 +178,8 @@ cdef class BlockPool(_PoolPartials):
             follows use.
 
     Raises:
-        ContractError: A size is not an integer in its range.
+        ContractError: A size is not an integer in its range, or ``truthful_events`` or
+            ``detailed_snapshots`` is on without ``enable_kv_cache_events``.
         MemoryError: The columns do not fit.
     """
 
@@ -216,6 +218,14 @@ cdef class BlockPool(_PoolPartials):
         )
         if not isinstance(medium, str):
             raise TypeError(f"medium must be str, not {type(medium).__name__}")
+        for name, value in (
+            ("truthful_events", truthful_events), ("detailed_snapshots", detailed_snapshots)
+        ):
+            if value and not enable_kv_cache_events:
+                raise ContractError(
+                    f"{name} is {value!r} and enable_kv_cache_events is "
+                    f"{enable_kv_cache_events!r}: without events it does nothing"
+                )
         seed = os.urandom(8 * keys.NUM_SEED_WORDS)
         memcpy(self.core.seed, PyBytes_AS_STRING(seed), 8 * keys.NUM_SEED_WORDS)
         self.num_gpu_blocks = num_gpu_blocks
@@ -344,6 +354,9 @@ cdef class BlockPool(_PoolPartials):
     def load(cls, path, metrics_collector=None):
         """A pool in the state that `save` wrote: look-ups, counts, order of eviction.
 
+        A file with events off has neither `truthful_events` nor `detailed_snapshots`, whatever
+        it says of them.
+
         Args:
             path: The file.
             metrics_collector: As in the constructor.
@@ -354,16 +367,17 @@ cdef class BlockPool(_PoolPartials):
             OSError: The file cannot be read.
         """
         settings, arrays = saving.read(path)
+        with_events = settings["enable_kv_cache_events"]
         try:
             pool = cls(
                 num_gpu_blocks=settings["num_gpu_blocks"],
                 enable_caching=settings["enable_caching"],
                 hash_block_size=settings["hash_block_size"],
-                enable_kv_cache_events=settings["enable_kv_cache_events"],
+                enable_kv_cache_events=with_events,
                 metrics_collector=metrics_collector,
                 medium=settings["medium"],
-                truthful_events=settings["truthful_events"],
-                detailed_snapshots=settings["detailed_snapshots"],
+                truthful_events=with_events and settings["truthful_events"],
+                detailed_snapshots=with_events and settings["detailed_snapshots"],
             )
         except ContractError as error:
             raise SavedPoolError(f"{path}: {error}") from error

@@ -109,7 +109,13 @@ cdef class _PoolPartials(_PoolRegistration):
             kv_cache_group_id: Group that owns the key.
             replace_existing_hashes: All keys that the block has leave.
             parent_hash: For events only: the digest where the block before it ends, bytes.
+                None in the first block.
             token_ids: For events only: the tokens since then.
+
+        Raises:
+            ContractError: A number is out of range, or events are on and ``parent_hash`` is
+                missing: beyond the first boundary it is needed unless ``token_ids`` are all
+                ``num_tokens``, from the start. Nothing was changed.
         """
         cdef block_id_t id = self.check_id(block_id)
         cdef uint32_t group = read_group(kv_cache_group_id)
@@ -123,6 +129,32 @@ cdef class _PoolPartials(_PoolRegistration):
             )
         if id == NULL_BLOCK:
             return
+        self.check_partial_parent(tokens, parent_hash, token_ids)
+        self.register_partial_id(
+            id, block_hash, tokens, group, replace_existing_hashes, parent_hash, token_ids
+        )
+
+    cdef int check_partial_parent(
+        self, uint64_t tokens, object parent, object token_ids
+    ) except -1:
+        # An event without a parent says that a prefix begins there, so the entry must be the
+        # first boundary's or come with all of its tokens.
+        if (
+            not self.enable_kv_cache_events or parent is not None
+            or tokens == self.hash_block_size
+            or token_ids is not None and <uint64_t>len(token_ids) == tokens
+        ):
+            return 0
+        raise ContractError(
+            f"num_tokens is {tokens}: with events on parent_hash is needed, the digest where the "
+            f"block before ends, or in the first block all {tokens} token_ids"
+        )
+
+    cdef int register_partial_id(
+        self, block_id_t id, bytes block_hash, uint64_t tokens, uint32_t group,
+        bint replace_existing_hashes, object parent_hash, object token_ids,
+    ) except -1:
+        # Of checked arguments. Without a parent the block is the first of its request.
         stored = detail = None
         if replace_existing_hashes or not self.holds(id, block_hash, group):
             _, _, _, stored, detail = self.partial_row(
@@ -133,6 +165,7 @@ cdef class _PoolPartials(_PoolRegistration):
             True,
         )
         self.after()
+        return 0
 
     def cache_partial_ids(
         self,
@@ -156,11 +189,12 @@ cdef class _PoolPartials(_PoolRegistration):
                 multiples of ``hash_block_size``.
             kv_cache_group_id: Group that owns the keys.
             parent_hashes: For events only: n digests, bytes or None, where the block before
-                ends.
+                ends. Needed as by `cache_partial_id`, for what a block holds already, too.
             token_ids: For events only: for each block the tokens since then, or None.
 
         Raises:
-            ContractError: A number is out of range; nothing was changed.
+            ContractError: A number is out of range, or events are on and a parent is missing;
+                nothing was changed.
         """
         cdef IdBatch batch = read_ids(ids, self.core.blocks.num_blocks)
         cdef HashBatch rows = read_hashes(hashes, batch.count, self.hash_width)
@@ -174,6 +208,15 @@ cdef class _PoolPartials(_PoolRegistration):
         tokens_of = check_length(token_ids, batch.count, "token_ids")
         for parent in parents_of or ():
             low_bits(parent)
+        if self.enable_kv_cache_events:
+            copy_ids(batch)     # len() of token_ids may run the caller's code
+            for i in range(batch.count):
+                if batch.ids[i] != NULL_BLOCK:
+                    self.check_partial_parent(
+                        ends.values[i],
+                        parents_of[i] if parents_of is not None else None,
+                        tokens_of[i] if tokens_of is not None else None,
+                    )
         space = registry.find_space(&self.core, group, rows.width)
         if space and batch.count and table.exists(&self.core.table):
             batches.find_batch(

@@ -245,8 +245,8 @@ cdef class _PoolRegistration(_PoolAllocation):
             block_size: Tokens in a block; a multiple of ``hash_block_size``.
             first_block: Index of ``ids[0]`` in its request, so that ``hashes[i]`` covers
                 ``(first_block + i + 1) * block_size`` tokens.
-            parent_hash: For events only: the digest before ``hashes[0]``, as bytes. Without it
-                they say that a prefix begins there.
+            parent_hash: For events only: the digest before ``hashes[0]``, as bytes. With events
+                on it is needed if ``first_block`` is not 0 and there are ids, whatever they are.
             token_ids: For events only: the n * block_size tokens of the blocks, an array or
                 a sequence of int. Copied, unless it is an array that is read-only.
             lora_id: For events only: the adapter's number.
@@ -256,8 +256,8 @@ cdef class _PoolRegistration(_PoolAllocation):
             session_id: For events only: the request's session.
 
         Raises:
-            ContractError: A block has a key that is not shorter, or a number is out of range;
-                nothing was changed.
+            ContractError: A block has a key that is not shorter, a number is out of range, or
+                events would say that a prefix begins at ``first_block``; nothing was changed.
             ValueError: The hashes do not have the width of the pool's others.
         """
         cdef IdBatch batch = read_ids(ids, self.core.blocks.num_blocks)
@@ -273,6 +273,11 @@ cdef class _PoolRegistration(_PoolAllocation):
                 f"block_size {size} is no multiple of hash_block_size {self.hash_block_size}"
             )
         self.check_batch_width(rows)
+        if self.enable_kv_cache_events and batch.count and first and parent_hash is None:
+            raise ContractError(
+                f"first_block is {first}: with events on parent_hash is needed, the digest "
+                "before hashes[0]"
+            )
         ends = TokenBuffer.__new__(TokenBuffer, batch.count)
         for i in range(batch.count):
             ends.values[i] = (first + i + 1) * size

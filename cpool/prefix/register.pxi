@@ -101,7 +101,11 @@ cdef int register_tail(
         cache.new_states[g].add(key_of_row(digests, last, g))
     # For events: where the block before ends.
     parent = digests[block * (size // cache.pool.hash_block_size) - 1].tobytes() if block else None
-    cache.pool.cache_partial_id(row.ids[block], digest, boundary, g, parent_hash=parent)
+    if block:
+        cache.pool.cache_partial_id(row.ids[block], digest, boundary, g, parent_hash=parent)
+    else:
+        # A prefix does begin here, which cache_partial_id() cannot know.
+        cache.pool.register_partial_id(row.ids[0], digest, boundary, g, False, None, None)
     row.keeps_tail = True
     if is_state and boundary % size:
         row.tail = block

@@ -66,7 +66,8 @@ def announce(pool: "VllmBlockPool") -> None:
 class VllmBlockPool(cpool.BlockPool):
     """Drop-in for ``vllm.v1.core.block_pool.BlockPool`` of vLLM 0.32.
 
-    ``CPOOL_TRUTHFUL_EVENTS=1`` in the environment turns `cpool.BlockPool`'s truthful events on.
+    ``CPOOL_TRUTHFUL_EVENTS=1`` in the environment makes events, where they are on, those of
+    `cpool.BlockPool`'s ``truthful_events``.
 
     Args:
         num_gpu_blocks: number of blocks, the null block included.
@@ -104,7 +105,8 @@ class VllmBlockPool(cpool.BlockPool):
             enable_kv_cache_events,
             metrics_collector,
             medium,
-            truthful_events=os.environ.get("CPOOL_TRUTHFUL_EVENTS", "0") not in ("", "0"),
+            truthful_events=enable_kv_cache_events
+            and os.environ.get("CPOOL_TRUTHFUL_EVENTS", "0") not in ("", "0"),
             hash_width=SHA256_BYTES,
         )
         swap.when_pool_is_built()

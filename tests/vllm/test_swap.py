@@ -173,6 +173,25 @@ def test_cpool_disable_keeps_stock(in_fresh_process):
     )
 
 
+@pytest.mark.parametrize(("setting", "truthful"), [("1", True), ("0", False), ("", False)])
+def test_truthful_events_are_those_of_pools_with_events(in_fresh_process, setting, truthful):
+    in_fresh_process(
+        "import cpool.vllm; cpool.vllm.plugin()"
+        + POOL_USERS
+        + f"""
+from vllm.v1.core.kv_cache_coordinator import BlockPool
+from vllm.v1.hisparse.block_pool import SharedEventQueueBlockPool
+for on in (False, True):
+    owner = BlockPool(8, True, 16, enable_kv_cache_events=on)
+    pools = [owner, BlockPool(8, True, 16, on)]
+    pools.append(SharedEventQueueBlockPool(8, True, 16, on, event_owner=owner))
+    assert [pool.truthful_events for pool in pools] == 3 * [on and {truthful}]
+    assert [pool.enable_kv_cache_events for pool in pools] == 3 * [on]
+""",
+        CPOOL_TRUTHFUL_EVENTS=setting,
+    )
+
+
 DRIFTED = """
 from vllm.v1.core.block_pool import BlockPool
 def free_blocks(self, ordered_blocks, prepend=False): pass
