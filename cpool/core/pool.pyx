@@ -237,7 +237,8 @@ cdef class BlockPool(_PoolPartials):
         raise TypeError("a BlockPool cannot be pickled or copied: its blocks are device memory")
 
     def reset_prefix_cache(self):
-        """Forget all keys, and give back what they took beyond what ``hash_width`` prepared.
+        """Forget all keys, and give back what they took; with ``hash_width``, what they took
+        beyond a key a block.
 
         Returns:
             False, with a warning in the log, while a block other than the null block is held.
@@ -299,8 +300,8 @@ cdef class BlockPool(_PoolPartials):
 
         Held blocks stay held in the file: blocks, keys, counts and the order of eviction are
         all in it, and the details of `detailed_snapshots`. Not in it are the metrics collector,
-        events that nobody took yet, attributes that were assigned, and the table's random
-        words, which each pool draws.
+        events that nobody took yet, attributes that were assigned, ``hash_width``, so that a
+        loaded pool's memory follows use, and the table's random words, which each pool draws.
 
         Args:
             path: The file; an old one is replaced when the new one is complete.
