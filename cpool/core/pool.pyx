@@ -171,10 +171,11 @@ cdef class BlockPool(_PoolPartials):
             the events did. With events on that keeps the tokens of every resident block in
             memory, four bytes each as a rule, and one small object a block.
         hash_width: Bytes of the block hashes to come: 32 of ``sha256``, 16 of ``xxhash``. If
-            given, the memory for a key a block is taken and touched now, 6 to 10 ms a million
-            blocks, and `reset_prefix_cache` keeps it: no registration waits for the system to
-            find pages. If the hashes then have another width, memory follows them. None: memory
-            follows use.
+            given, the memory for a key a block is taken and touched now, and
+            `reset_prefix_cache` keeps it: while blocks have one key each, no registration waits
+            for the system to find pages. That takes 6 to 10 ms a million blocks where free pages
+            are at hand, 16 to 230 ms in a new process on a virtual machine. If the hashes then
+            have another width, memory follows them, over resets too. None: memory follows use.
 
     Raises:
         ContractError: A size is not an integer in its range.
