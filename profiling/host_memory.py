@@ -7,6 +7,7 @@ import mmap
 import numpy as np
 
 MIN_BACKED_BYTES = 128 << 20
+BYTES_PER_BLOCK = 256  # more than either pool takes for a new block, or for a key of one
 M_TRIM_THRESHOLD = -1  # of glibc's malloc.h
 HEAP_BYTES = 64 << 20
 

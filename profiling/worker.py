@@ -16,11 +16,14 @@ import zlib
 import numpy as np
 
 from profiling import memory
-from profiling.host_memory import MIN_BACKED_BYTES, back_memory, keep_heap_mapped
+from profiling.host_memory import (
+    BYTES_PER_BLOCK,
+    MIN_BACKED_BYTES,
+    back_memory,
+    keep_heap_mapped,
+)
 from profiling.interfaces import IMPLEMENTATIONS
 from profiling.operations import OPERATIONS, SETUPS, Session
-
-BACKED_BYTES_PER_BLOCK = 256  # more than either pool takes for a new one
 
 
 def checksum(ids):
@@ -39,7 +42,7 @@ def timed(function, arguments):
 
 def run_operation(session, name):
     new_blocks = session.num_blocks if name == "construct" else session.sample_blocks
-    back_memory(max(MIN_BACKED_BYTES, new_blocks * BACKED_BYTES_PER_BLOCK))
+    back_memory(max(MIN_BACKED_BYTES, new_blocks * BYTES_PER_BLOCK))
     # An engine's step comes long after the last and finds nothing of the pool in the caches,
     # except what it has at hand: the arguments, which are made after the flush.
     session.flush_caches()

@@ -27,8 +27,9 @@ def new_pool(hash_width: int | None, num_blocks: int = NUM_BLOCKS, **options: An
 def fill(pool: Any, width: int, seed: int = 0) -> np.ndarray:
     """Register every block once; the digests."""
     rows = digests(pool.num_gpu_blocks - 1, width, seed)
-    pool.cache_full_ids(pool.get_new_block_ids(len(rows)), rows, 0, 16)
-    assert (pool.find_ids(rows[:1000], 0) == np.arange(1, 1001)).all()
+    ids = pool.get_new_block_ids(len(rows))
+    pool.cache_full_ids(ids, rows, 0, 16)
+    assert (pool.find_ids(rows[:1000], 0) == ids[:1000]).all()
     return rows
 
 
@@ -130,6 +131,76 @@ def test_a_reset_keeps_what_was_prepared_and_nothing_else() -> None:
     pool.check_consistency()
     empty(pool)
     assert pool.nbytes == built
+
+
+def add_extra_keys(pool: Any, keys_per_block: int) -> None:
+    """So many on each block, in one batch: a table for a key a block becomes too small."""
+    ids = np.repeat(np.arange(1, pool.num_gpu_blocks), keys_per_block)
+    pool.cache_partial_ids(ids, digests(len(ids), 32, 1), np.full(len(ids), 16), 1)
+
+
+def test_a_table_that_grew_is_as_at_first_after_each_reset() -> None:
+    pool = new_pool(32, 1000)
+    built = pool.nbytes
+    for _ in range(3):
+        add_extra_keys(pool, 20)
+        assert pool.nbytes > 2 * built
+        assert pool.reset_prefix_cache()
+        assert pool.nbytes == built
+        pool.check_consistency()
+
+
+@pytest.mark.skipif(testing is None, reason="a release build cannot fail allocations")
+def test_a_reset_that_finds_no_memory_for_a_table_succeeds() -> None:
+    pool = new_pool(32, 1000)
+    built = pool.nbytes
+    add_extra_keys(pool, 20)
+    testing.fail_allocation(1)
+    try:
+        assert pool.reset_prefix_cache()
+    finally:
+        testing.fail_allocation(0)
+    assert pool.num_registrations == 0
+    assert pool.nbytes <= built
+    pool.check_consistency()
+    fill(pool, 32)
+    empty(pool)
+    assert pool.nbytes == built
+
+
+@pytest.mark.skipif(testing is None, reason="a release build cannot fail allocations")
+@pytest.mark.parametrize("width", [8, 16, 32, 33, 255])
+@pytest.mark.parametrize("after_reset", [False, True])
+def test_a_registration_that_finds_no_memory_leaves_a_usable_pool(
+    width: int, after_reset: bool
+) -> None:
+    for countdown in range(1, 100):
+        pool = new_pool(32, 100)
+        if after_reset:
+            fill(pool, 24)
+            empty(pool)
+        ids = pool.get_new_block_ids(9)
+        rows = digests(9, width)
+        testing.fail_allocation(countdown)
+        try:
+            pool.cache_full_ids(ids, rows, 0, 16)
+        except MemoryError:
+            testing.fail_allocation(0)
+            assert pool.num_registrations == 0
+            pool.check_consistency()
+            # Hashes of the expected width still come, and those that did not get in.
+            for other in (32, width):
+                pool.cache_full_ids(ids, digests(9, other), 0, 16)
+                assert (pool.find_ids(digests(9, other), 0) == ids).all()
+                pool.check_consistency()
+                pool.free_ids(ids)
+                assert pool.reset_prefix_cache()
+                ids = pool.get_new_block_ids(9)
+        else:
+            break
+        finally:
+            testing.fail_allocation(0)
+    assert 3 <= countdown < 100
 
 
 def test_a_view_of_keys_forbids_the_reset_of_a_prepared_pool_too() -> None:

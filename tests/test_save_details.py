@@ -68,6 +68,16 @@ def test_the_snapshot_is_the_same_after_a_load(tmp_path: Path) -> None:
     assert repr(snapshot(loaded)) == repr(snapshot(pool))
 
 
+def test_a_pool_whose_keys_are_all_gone_can_be_loaded(tmp_path: Path) -> None:
+    pool = detailed_pool()
+    pool.evict_ids(range(1, 20))
+    assert pool.num_registrations == 0
+    pool.save(tmp_path / "pool")
+    loaded = cpool.BlockPool.load(tmp_path / "pool")
+    assert loaded.num_registrations == 0
+    assert snapshot(loaded) == snapshot(pool)
+
+
 def test_a_loaded_pool_can_be_saved_again(tmp_path: Path) -> None:
     detailed_pool().save(tmp_path / "one")
     cpool.BlockPool.load(tmp_path / "one").save(tmp_path / "two")

@@ -375,9 +375,14 @@ cdef inline uint64_t first_hash(const Cells* cells, uint64_t chunk) noexcept:
     return ((chunk << 32) + cells.num_chunks - 1) // cells.num_chunks
 
 
+cdef inline uint64_t num_chunks_for(uint64_t wanted_cells) noexcept:
+    # A cell more than are wanted, at least.
+    return wanted_cells // CHUNK_CELLS + 1
+
+
 cdef inline int allocate(Cells* cells, uint64_t wanted_cells) except -1:
-    # Fills in all fields; a cell more than are wanted, at least.
-    cells.num_chunks = wanted_cells // CHUNK_CELLS + 1
+    # Fills in all fields.
+    cells.num_chunks = num_chunks_for(wanted_cells)
     memory.allocate(&cells.array, cells.num_chunks, sizeof(Chunk))
     cells.chunks = <Chunk*>cells.array.data
     return 0

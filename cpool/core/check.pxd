@@ -232,7 +232,27 @@ cdef inline int check_arena(const memory.Arena* arena) except -1:
     return 0
 
 
+cdef inline int check_slots(const Core* core) except -1:
+    # Slots of blocks, shared keys and extra keys are equally long: a digest moves between them.
+    cdef size_t stride = core.blocks.stride
+    require(
+        (stride != 0) == (core.blocks.keys != NULL) == (core.blocks.digest != NULL),
+        f"key columns are there in part, with slots of {stride} bytes",
+    )
+    require(
+        stride != 0 or not core.is_prepared, "a pool that is prepared for keys has no columns"
+    )
+    require(
+        stride == 0
+        or core.shared.keys.record_bytes == sizeof(shared_keys.SharedKey) + stride
+        and core.index.extras.record_bytes == sizeof(reverse_index.Extra) + stride,
+        f"slots of {stride} bytes in blocks are of another length elsewhere",
+    )
+    return 0
+
+
 cdef inline int check(const Core* core) except -1:
+    check_slots(core)
     check_queue(core)
     check_table(core)
     check_registrations(core)

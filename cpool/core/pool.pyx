@@ -172,10 +172,11 @@ cdef class BlockPool(_PoolPartials):
             the events did. That keeps the tokens of every resident block in memory, four bytes
             each as a rule, and one small object a block. Only with ``enable_kv_cache_events``.
         hash_width: Bytes of the block hashes to come: 32 of ``sha256``, 16 of ``xxhash``. If
-            given, the memory for a key a block is taken and touched now, 6 to 10 ms a million
-            blocks, and `reset_prefix_cache` keeps it: no registration waits for the system to
-            find pages. If the hashes then have another width, memory follows them. None: memory
-            follows use.
+            given, the memory for a key a block is taken and touched now, and
+            `reset_prefix_cache` keeps it: while blocks have one key each, no registration waits
+            for the system to find pages. That takes 6 to 10 ms a million blocks where free pages
+            are at hand, 16 to 230 ms in a new process on a virtual machine. If the hashes then
+            have another width, memory follows them, over resets too. None: memory follows use.
 
     Raises:
         ContractError: A size is not an integer in its range, or ``truthful_events`` or
@@ -247,7 +248,8 @@ cdef class BlockPool(_PoolPartials):
         raise TypeError("a BlockPool cannot be pickled or copied: its blocks are device memory")
 
     def reset_prefix_cache(self):
-        """Forget all keys, and give back what they took beyond what ``hash_width`` prepared.
+        """Forget all keys, and give back what they took; with ``hash_width``, what they took
+        beyond a key a block.
 
         Returns:
             False, with a warning in the log, while a block other than the null block is held.
@@ -309,8 +311,8 @@ cdef class BlockPool(_PoolPartials):
 
         Held blocks stay held in the file: blocks, keys, counts and the order of eviction are
         all in it, and the details of `detailed_snapshots`. Not in it are the metrics collector,
-        events that nobody took yet, attributes that were assigned, and the table's random
-        words, which each pool draws.
+        events that nobody took yet, attributes that were assigned, ``hash_width``, so that a
+        loaded pool's memory follows use, and the table's random words, which each pool draws.
 
         Args:
             path: The file; an old one is replaced when the new one is complete.

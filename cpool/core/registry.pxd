@@ -60,9 +60,8 @@ cdef inline int init(Core* core, uint32_t num_blocks, uint32_t expected_width) e
         blocks.init(&core.blocks, num_blocks)
         if expected_width:
             prepare_keys(core, expected_width)
-            table.reserve(&core.table, 0, num_blocks)
+            table.prepare(&core.table, num_blocks)
             blocks.touch_key_columns(&core.blocks)
-            table.touch(&core.table)
             core.is_prepared = True
     except MemoryError:
         release(core)
@@ -74,8 +73,10 @@ cdef inline int init(Core* core, uint32_t num_blocks, uint32_t expected_width) e
 cdef inline void forget_keys(Core* core) noexcept:
     # Gives back all that was allocated for keys, except what the pool was prepared with.
     if core.is_prepared:
-        blocks.clear_keys(&core.blocks)
-        table.clear(&core.table)
+        # Without a space nothing was written since the last time.
+        if core.num_spaces or not table.exists(&core.table):
+            blocks.clear_keys(&core.blocks)
+            table.clear(&core.table, core.blocks.num_blocks)
     else:
         blocks.drop_key_columns(&core.blocks)
         table.release(&core.table)

@@ -35,13 +35,13 @@ cdef dict detail_arrays(BlockPool pool):
     cdef EventDetail detail
     cdef SavedDetail* saved
     cdef size_t i
-    if pool.details is None:
+    in_order = [] if pool.details is None else details_in_order(pool)
+    if not in_order:
         return {
             "details": np.empty(0, DETAIL_DTYPE),
             "tokens": np.empty(0, np.uint8),
             "texts": np.empty(0, np.uint8),
         }
-    in_order = details_in_order(pool)
     rows = np.zeros(len(in_order), DETAIL_DTYPE)
     saved = <SavedDetail*>data_of(rows)
     for i, kept in enumerate(in_order):

@@ -34,7 +34,6 @@ cdef struct Table:
     uint64_t num_moved      # chunks of `leaving` that are no home any more
     uint64_t num_given_back     # of these, chunks whose memory is not counted
     uint64_t num_used       # cells, in both
-    bint has_grown          # beyond its first size
 
 
 cdef inline bint exists(const Table* table) noexcept:
@@ -194,9 +193,13 @@ cdef inline int grow(Table* table, uint64_t wanted_cells) except -1:
     table.leaving = table.cells
     table.cells = fresh
     table.num_moved = 0
-    table.has_grown = table.leaving.chunks != NULL
-    table.moved = 0 if table.has_grown else ALL_HASHES
+    table.moved = ALL_HASHES if table.leaving.chunks == NULL else 0
     return 0
+
+
+cdef inline uint64_t first_size(uint64_t num_expected) noexcept:
+    # Cells that a new table has at least.
+    return num_expected * 100 // FILLED
 
 
 cdef inline int reserve(Table* table, uint64_t num_new, uint64_t num_expected) except -1:
@@ -204,7 +207,7 @@ cdef inline int reserve(Table* table, uint64_t num_new, uint64_t num_expected) e
     # keys, so that a pool with one key a block never grows it.
     cdef uint64_t needed = table.num_used + num_new
     if not exists(table):
-        grow(table, max(needed, num_expected) * 100 // FILLED)
+        grow(table, first_size(max(needed, num_expected)))
     elif needed > max_used(table):
         move(table, table.leaving.num_chunks)
         grow(table, max(cells.num_cells(&table.cells) * 53 // 50, needed * 4 // 3))
@@ -217,17 +220,30 @@ cdef inline void release(Table* table) noexcept:
     cells.release(&table.leaving)
     table.num_given_back = 0
     table.num_used = 0
-    table.has_grown = False
 
 
 cdef inline void touch(const Table* table) noexcept:
     memory.touch(&table.cells.array)
 
 
-cdef inline void clear(Table* table) noexcept:
-    # No key is left. A table that has grown goes; as it was first made, it stays.
-    if table.leaving.chunks != NULL or table.has_grown:
-        release(table)
-    elif exists(table):
+cdef inline int prepare(Table* table, uint64_t num_expected) except -1:
+    # The memory for that many keys is taken now, where there is no table yet.
+    reserve(table, 0, num_expected)
+    touch(table)
+    return 0
+
+
+cdef inline void clear(Table* table, uint64_t num_expected) noexcept:
+    # No key is left. As prepare() made it, the table stays; one that is larger goes, and another
+    # takes its place. If there is no memory for that, the next reserve() asks again.
+    if table.leaving.chunks == NULL and exists(table) and (
+        table.cells.num_chunks == cells.num_chunks_for(first_size(num_expected))
+    ):
         cells.clear_all(&table.cells)
         table.num_used = 0
+        return
+    release(table)
+    try:
+        prepare(table, num_expected)
+    except MemoryError:
+        pass
