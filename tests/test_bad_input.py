@@ -474,3 +474,35 @@ def test_tokens_that_fail_when_the_event_is_made() -> None:
         pool.cache_partial_block(chain, held[0], 8, 0, 16)
     assert dump(pool) == before
     pool.check_consistency()
+
+
+class OverwritesIds(list):
+    """Items that write over an array of ids when they are read."""
+
+    def __init__(self, items: Any, ids: np.ndarray) -> None:
+        super().__init__(items)
+        self.ids = ids
+
+    def __iter__(self) -> Iterator[Any]:
+        self.ids[:] = 1 << 30
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("events", [False, True])
+@pytest.mark.parametrize("argument", ["hashes", "num_tokens", "parent_hashes", "token_ids"])
+def test_ids_that_change_while_other_arguments_are_read(argument: str, events: bool) -> None:
+    pool = cpool.BlockPool(NUM_BLOCKS, True, 4, enable_kv_cache_events=events)
+    held = pool.get_new_block_ids(2)
+    ids = held.copy()
+    values = {"hashes": CHAIN.block_hashes[:2], "num_tokens": [4, 4], "parent_hashes": [None] * 2}
+    values["token_ids"] = [range(4)] * 2
+    values[argument] = OverwritesIds(values[argument], ids)
+    parents = {name: values.pop(name) for name in ("parent_hashes", "token_ids")}
+    pool.cache_partial_ids(ids, *values.values(), 0, **parents)
+    assert (pool.find_ids(CHAIN.block_hashes[:2], 0) == held).all()
+    if argument == "hashes":
+        held = pool.get_new_block_ids(2)
+        ids = held.copy()
+        pool.cache_full_ids(ids, OverwritesIds(CHAIN.block_hashes[2:4], ids), 1, 4)
+        assert (pool.find_ids(CHAIN.block_hashes[2:4], 1) == held).all()
+    pool.check_consistency()

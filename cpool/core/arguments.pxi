@@ -147,6 +147,11 @@ cdef int read_id_buffer(IdBatch batch, object ids, uint32_t num_blocks) except -
     )
 
 
+cdef inline bint is_inert(object argument) noexcept:
+    # Whether nothing of the caller's runs when it is read.
+    return argument is None or type(argument) is numpy.ndarray
+
+
 cdef int copy_ids(IdBatch batch) except -1:
     # The ids as they were checked, whatever happens to the caller's array from now on.
     cdef IdBuffer copied = make_buffer(batch.count)

@@ -342,11 +342,7 @@ cdef struct Evictions:
     # All keys of the blocks are about to leave. Key columns exist.
     const block_id_t* ids
     size_t count
-    size_t fetched          # blocks before it have passed the first stage
-    size_t hashed           # ... and the second
-    size_t walked           # ... and the third
-    size_t chained          # ... and that of the extra keys
-    hash_t hashes[RING]
+    hash_t hashes[RING]     # of the round's primary keys
 
 
 cdef inline void prefetch_keys(const Core* core, block_id_t block) noexcept:
@@ -358,32 +354,33 @@ cdef inline void prefetch_keys(const Core* core, block_id_t block) noexcept:
 
 
 cdef inline void fetch_keys(Core* core, Evictions* batch, size_t i) noexcept:
-    # All stages, as far as they may be ahead of block `i` of the batch. Block by block: three
-    # reads each, so a round of them at once would be more than memory takes.
+    # Once a round of RING blocks: what the removal of their keys reads, and the keys of the next
+    # round. Each kind of read is a loop of its own. Between them nothing is computed, so that
+    # addresses are translated side by side, too: that takes as long as the reads.
     cdef Key key
     cdef block_id_t id
-    cdef hash_t hash
-    cdef size_t stop
-    while batch.fetched < min(batch.count, i + 2 * IN_FLIGHT):
-        prefetch_keys(core, batch.ids[batch.fetched])
-        batch.fetched += 1
-    while batch.hashed < min(batch.fetched, i + IN_FLIGHT):
-        id = batch.ids[batch.hashed]
-        hash = 0
+    cdef size_t row
+    cdef size_t stop = min(batch.count, i + RING)
+    if i % RING:
+        return
+    if i == 0:
+        for row in range(stop):
+            prefetch_keys(core, batch.ids[row])
+    for row in range(i, stop):
+        id = batch.ids[row]
         if core.blocks.keys[id].space:
             key = registry.key_of(core, registry.primary(id))
-            hash = registry.hash_of(core, &key)
-            table.prefetch_write(&core.table, hash)
-        batch.hashes[batch.hashed % RING] = hash
+            batch.hashes[row - i] = registry.hash_of(core, &key)
+            table.prefetch_write(&core.table, batch.hashes[row - i])
+        else:
+            batch.hashes[row - i] = 0
         prefetch_extra(core, id)
-        batch.hashed += 1
-    while batch.walked < min(batch.hashed, i + IN_FLIGHT // 2):
-        table.prefetch_passed(&core.table, batch.hashes[batch.walked % RING])
-        batch.walked += 1
-    if batch.chained < min(batch.count, i + IN_FLIGHT // 2):
-        stop = min(batch.count, batch.chained + IN_FLIGHT // 2)
-        prefetch_extras(core, batch.ids + batch.chained, stop - batch.chained, True)
-        batch.chained = stop
+    for row in range(stop, min(batch.count, stop + RING)):
+        prefetch_keys(core, batch.ids[row])
+    for row in range(i, stop, IN_FLIGHT):
+        prefetch_extras(core, batch.ids + row, min(stop - row, <size_t>IN_FLIGHT), True)
+    for row in range(i, stop):
+        table.prefetch_passed(&core.table, batch.hashes[row - i])
 
 
 cdef inline bint has_own_key_only(const Core* core, block_id_t id) noexcept:

@@ -196,20 +196,26 @@ cdef class _PoolPartials(_PoolRegistration):
             ContractError: A number is out of range, or events are on and a parent is missing;
                 nothing was changed.
         """
-        cdef IdBatch batch = read_ids(ids, self.core.blocks.num_blocks)
-        cdef HashBatch rows = read_hashes(hashes, batch.count, self.hash_width)
         cdef uint32_t group = read_group(kv_cache_group_id)
-        cdef TokenBuffer ends = read_boundaries(num_tokens, batch.count, self.hash_block_size)
+        cdef IdBatch batch = read_ids(ids, self.core.blocks.num_blocks)
         cdef IdBuffer found = make_buffer(batch.count)
+        cdef HashBatch rows
+        cdef TokenBuffer ends
         cdef space_t space
         cdef size_t i, num_new = 0
+        if self.enable_kv_cache_events or not (
+            is_inert(hashes) and is_inert(num_tokens)
+            and parent_hashes is None and token_ids is None
+        ):
+            copy_ids(batch)     # what follows may run the caller's code
+        rows = read_hashes(hashes, batch.count, self.hash_width)
+        ends = read_boundaries(num_tokens, batch.count, self.hash_block_size)
         self.check_batch_width(rows)
         parents_of = check_length(parent_hashes, batch.count, "parent_hashes")
         tokens_of = check_length(token_ids, batch.count, "token_ids")
         for parent in parents_of or ():
             low_bits(parent)
         if self.enable_kv_cache_events:
-            copy_ids(batch)     # len() of token_ids may run the caller's code
             for i in range(batch.count):
                 if batch.ids[i] != NULL_BLOCK:
                     self.check_partial_parent(

@@ -260,14 +260,17 @@ cdef class _PoolRegistration(_PoolAllocation):
                 events would say that a prefix begins at ``first_block``; nothing was changed.
             ValueError: The hashes do not have the width of the pool's others.
         """
-        cdef IdBatch batch = read_ids(ids, self.core.blocks.num_blocks)
         cdef uint64_t size = read_count(block_size, "block_size", 1, MAX_NUM_TOKENS)
         cdef uint64_t first = read_count(first_block, "first_block", 0, MAX_NUM_TOKENS)
         cdef uint32_t group = read_group(kv_cache_group_id)
-        cdef HashBatch rows = read_hashes(hashes, batch.count, self.hash_width)
+        cdef IdBatch batch = read_ids(ids, self.core.blocks.num_blocks)
+        cdef HashBatch rows
         cdef TokenBuffer ends
         cdef BatchSource source = None
         cdef size_t i
+        if self.enable_kv_cache_events or not is_inert(hashes):
+            copy_ids(batch)     # what follows may run the caller's code
+        rows = read_hashes(hashes, batch.count, self.hash_width)
         if size % self.hash_block_size:
             raise ContractError(
                 f"block_size {size} is no multiple of hash_block_size {self.hash_block_size}"
@@ -283,7 +286,6 @@ cdef class _PoolRegistration(_PoolAllocation):
             ends.values[i] = (first + i + 1) * size
         stored = None
         if self.enable_kv_cache_events and batch.count:
-            copy_ids(batch)     # what follows may run the caller's code
             source = self.batch_source(
                 batch, rows, parent_hash, token_ids, size, group, extra_keys,
                 {"lora_id": lora_id, "lora_name": lora_name, "session_id": session_id},

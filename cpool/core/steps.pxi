@@ -15,7 +15,7 @@ cdef int head_run(Core* core, block_id_t* ids, size_t count) except -1:
         id = free_queue.next_of(&core.queue, id)
         ids[i] = id
         free_queue.prefetch_ahead(&core.queue, id, i)
-        if i < 2 * batches.IN_FLIGHT:
+        if i < batches.RING:
             batches.prefetch_keys(core, id)
     for i in range(count):
         if core.blocks.states[ids[i]].ref_cnt > 0:
@@ -54,10 +54,6 @@ cdef size_t evict_run(
         return 0
     batch.ids = ids
     batch.count = count
-    batch.fetched = 0
-    batch.hashed = 0
-    batch.walked = 0
-    batch.chained = 0
     for i in range(count):
         batches.fetch_keys(core, &batch, i)
         if not batches.has_own_key_only(core, ids[i]):
