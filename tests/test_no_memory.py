@@ -19,6 +19,8 @@ from cpool.events import types
 
 from .support import dump, event_fields, hold_nine, image, lora, make_request
 
+# What nobody can raise is lost: compiled code that must not fail has to take no memory at all.
+pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 testcapi = pytest.importorskip("_testcapi", reason="needs CPython's hook that refuses memory")
 
 CHAIN = make_request(8, cache_salt="salt", lora_request=lora(), mm_features=[image("a", 0, 9)])

@@ -377,8 +377,10 @@ cdef inline void fetch_keys(Core* core, Evictions* batch, size_t i) noexcept:
         prefetch_extra(core, id)
     for row in range(stop, min(batch.count, stop + RING)):
         prefetch_keys(core, batch.ids[row])
-    for row in range(i, stop, IN_FLIGHT):
+    row = i
+    while row < stop:
         prefetch_extras(core, batch.ids + row, min(stop - row, <size_t>IN_FLIGHT), True)
+        row += IN_FLIGHT
     for row in range(i, stop):
         table.prefetch_passed(&core.table, batch.hashes[row - i])
 
