@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What events cost: registration and eviction with events off, on and truthful.
 
-    python profiling/events.py [--blocks 1000000] [--batch 1024] [--rounds 3]
-    python profiling/events.py --stock      # the same work on vLLM's own pool, where installed
+    python -m profiling.events [--blocks 1000000] [--batch 1024] [--rounds 3]
+    python -m profiling.events --stock      # the same work on vLLM's own pool, where installed
 
 Work, the same for all: register every block of a pool in batches, free them in random order,
 then allocate all of them again in batches, which evicts every key. Events are taken after each
@@ -24,8 +24,11 @@ from collections import deque
 
 import numpy as np
 
+from profiling.host_memory import back_memory
+
 BLOCK_SIZE = 16
 HASH_BYTES = 32
+BACKED_BYTES = 400  # a block: more than keys and waiting events take
 
 
 class Tally:
@@ -59,6 +62,7 @@ def run_cpool(num_blocks, batch, with_events, truthful_events):
     tokens.flags.writeable = False
     pool.get_new_block_ids(num_blocks)
     tally = Tally()
+    back_memory(num_blocks * BACKED_BYTES)
     start = time.thread_time()
     for first in range(0, num_blocks, batch):
         ids = order[first : first + batch]
@@ -75,6 +79,7 @@ def run_cpool(num_blocks, batch, with_events, truthful_events):
     assert tally.num_events == (num_batches if with_events else 0)
     rng = np.random.default_rng(2)
     pool.free_ids(rng.permutation(num_blocks).astype(np.uint32) + 1)
+    back_memory(num_blocks * BACKED_BYTES)
     evicting = time.thread_time()
     for first in range(0, num_blocks, batch):
         pool.get_new_block_ids(min(batch, num_blocks - first))
@@ -116,6 +121,7 @@ def run_stock(num_blocks, batch, with_events, _):
         for first in range(0, num_blocks, batch)
     ]
     tally = Tally()
+    back_memory(num_blocks * BACKED_BYTES)
     start = time.thread_time()
     for request, blocks in batches:
         pool.cache_full_blocks(request, blocks, 0, len(blocks), BLOCK_SIZE, 0)
@@ -123,6 +129,7 @@ def run_stock(num_blocks, batch, with_events, _):
     registered = time.thread_time()
     rng = np.random.default_rng(2)
     pool.free_blocks([pool.blocks[id] for id in rng.permutation(num_blocks) + 1])
+    back_memory(num_blocks * BACKED_BYTES)
     evicting = time.thread_time()
     for first in range(0, num_blocks, batch):
         pool.get_new_blocks(min(batch, num_blocks - first))

@@ -354,14 +354,16 @@ cdef inline void prefetch_keys(const Core* core, block_id_t block) noexcept:
 
 
 cdef inline void fetch_keys(Core* core, Evictions* batch, size_t i) noexcept:
-    # Once a round of RING blocks: what the removal of their keys reads, and the keys of the next
-    # round. Each kind of read is a loop of its own. Between them nothing is computed, so that
-    # addresses are translated side by side, too: that takes as long as the reads.
+    # Once a round: what the removal of its blocks' keys reads, and the keys of the next round.
+    # Each kind of read is a loop of its own. Between them nothing is computed, so that addresses
+    # are translated side by side, too: that takes as long as the reads. Where blocks have extra
+    # keys a round of RING would be more than the cache takes.
     cdef Key key
     cdef block_id_t id
     cdef size_t row
-    cdef size_t stop = min(batch.count, i + RING)
-    if i % RING:
+    cdef size_t size = RING if core.index.heads == NULL else IN_FLIGHT
+    cdef size_t stop = min(batch.count, i + size)
+    if i % size:
         return
     if i == 0:
         for row in range(stop):
@@ -370,19 +372,16 @@ cdef inline void fetch_keys(Core* core, Evictions* batch, size_t i) noexcept:
         id = batch.ids[row]
         if core.blocks.keys[id].space:
             key = registry.key_of(core, registry.primary(id))
-            batch.hashes[row - i] = registry.hash_of(core, &key)
-            table.prefetch_write(&core.table, batch.hashes[row - i])
+            batch.hashes[row % RING] = registry.hash_of(core, &key)
+            table.prefetch_write(&core.table, batch.hashes[row % RING])
         else:
-            batch.hashes[row - i] = 0
+            batch.hashes[row % RING] = 0
         prefetch_extra(core, id)
-    for row in range(stop, min(batch.count, stop + RING)):
+    for row in range(stop, min(batch.count, stop + size)):
         prefetch_keys(core, batch.ids[row])
-    row = i
-    while row < stop:
-        prefetch_extras(core, batch.ids + row, min(stop - row, <size_t>IN_FLIGHT), True)
-        row += IN_FLIGHT
+    prefetch_extras(core, batch.ids + i, min(stop - i, <size_t>IN_FLIGHT), True)
     for row in range(i, stop):
-        table.prefetch_passed(&core.table, batch.hashes[row - i])
+        table.prefetch_passed(&core.table, batch.hashes[row % RING])
 
 
 cdef inline bint has_own_key_only(const Core* core, block_id_t id) noexcept:
