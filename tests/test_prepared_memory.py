@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pool that knows the width of its hashes takes the memory for keys when it is built."""
 
-import os
 import subprocess
 import sys
 from typing import Any
@@ -64,9 +63,8 @@ print(built - before, resident() - faults, pool.nbytes)
 def resident_bytes(hash_width: int | None) -> list[int]:
     """Bytes that became resident when the pool was built, and by registrations; nbytes."""
     run = subprocess.run(
-        [sys.executable, "-c", RESIDENT, repr(hash_width)],
+        [sys.executable, "-P", "-c", RESIDENT, repr(hash_width)],
         capture_output=True, text=True, check=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
     return [int(number) for number in run.stdout.split()]
 
