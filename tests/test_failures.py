@@ -40,8 +40,9 @@ def registered() -> Any:
     pool.cache_full_ids(range(1, 101), CHAIN.block_hashes[:100], 0, 4)
     pool.cache_full_ids(range(101, 201), CHAIN.block_hashes[:100], 0, 4)
     for block_id in range(201, 301):
-        pool.cache_partial_id(block_id, OTHER_CHAIN.block_hashes[2], 12, 1)
-        pool.cache_partial_id(block_id, OTHER_CHAIN.block_hashes[1], 8, 1)
+        for boundary in (3, 2):
+            digest, parent = OTHER_CHAIN.block_hashes[boundary - 1], OTHER_CHAIN.block_hashes[0]
+            pool.cache_partial_id(block_id, digest, 4 * boundary, 1, parent_hash=parent)
     return pool
 
 
