@@ -99,9 +99,9 @@ cdef int register_tail(
     cdef bytes digest = digests[last].tobytes()
     if is_state:
         cache.new_states[g].add(key_of_row(digests, last, g))
-    # For events: where the block before ends.
-    parent = digests[block * (size // cache.pool.hash_block_size) - 1].tobytes() if block else None
     if block:
+        # For events: where the block before ends.
+        parent = digests[block * (size // cache.pool.hash_block_size) - 1].tobytes()
         cache.pool.cache_partial_id(row.ids[block], digest, boundary, g, parent_hash=parent)
     else:
         # A prefix does begin here, which cache_partial_id() cannot know.
