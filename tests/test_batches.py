@@ -133,3 +133,50 @@ def test_blocks_that_a_request_does_not_have(events):
     pool.cache_full_blocks(request, blocks, 0, 3, SIZE, 0)
     pool.cache_full_blocks(request, blocks, 2, 3, SIZE, 0)
     assert pool.find_ids(list(request.block_hashes), 0).tolist() == [1, 2, -1]
+
+
+@pytest.mark.parametrize("width", [32, 16, 20])
+@pytest.mark.parametrize("evict", ["evict_ids", "get_new_block_ids"])
+def test_holders_of_one_key_leave_in_one_call(evict, width):
+    # The last of them has the key alone by the time of its turn.
+    rng = np.random.default_rng(width)
+    for num_holders in (2, 3, 70):
+        pool = cpool.BlockPool(8 * 70 + 1, True, SIZE)
+        rows = rng.integers(0, 256, (8, width), dtype=np.uint8)
+        ids = pool.get_new_block_ids(8 * num_holders)
+        for part in ids.reshape(num_holders, 8):
+            pool.cache_full_ids(part, rows, 0, SIZE)
+        first = ids[:8]
+        leaving = rng.permutation(ids.reshape(num_holders, 8)[:, :5].ravel())
+        if evict == "evict_ids":
+            assert pool.evict_ids(leaving) == len(leaving)
+        else:
+            pool.get_new_block_ids(pool.get_num_free_blocks())
+            pool.free_ids(leaving)
+            pool.get_new_block_ids(len(leaving))
+        pool.check_consistency()
+        assert pool.find_ids(rows, 0).tolist() == [-1] * 5 + first[5:].tolist()
+        assert pool.num_registrations == 3 * num_holders
+        assert pool.num_cached_keys == 3
+
+
+@pytest.mark.parametrize("width", [32, 16, 20])
+def test_keys_that_others_hold_or_that_grow_are_registered_in_one_call(width):
+    rng = np.random.default_rng(width)
+    pool = cpool.BlockPool(400, True, SIZE // 2)
+    rows = rng.integers(0, 256, (100, width), dtype=np.uint8)
+    short = rng.integers(0, 256, (20, width), dtype=np.uint8)
+    ids = pool.get_new_block_ids(300).reshape(3, 100)
+    pool.cache_partial_ids(ids[0, ::5], short, np.full(20, SIZE // 2), 0)
+    pool.cache_full_ids(ids[0], rows, 0, SIZE)  # twenty of them in the place of shorter keys
+    pool.check_consistency()
+    assert pool.find_ids(short, 0).tolist() == [-1] * 20
+    pool.cache_full_ids(ids[1:].ravel(), np.concatenate([rows, rows[::-1]]), 0, SIZE)
+    pool.check_consistency()
+    assert pool.find_ids(rows, 0).tolist() == ids[0].tolist()
+    assert pool.num_registrations == 300
+    pool.evict_ids(ids[0])
+    assert pool.find_ids(rows, 0).tolist() == ids[1].tolist()
+    pool.evict_ids(ids[1])
+    assert pool.find_ids(rows, 0).tolist() == ids[2, ::-1].tolist()
+    pool.check_consistency()

@@ -56,7 +56,7 @@ def test_memory_stays_flat_over_the_second_half():
         mix.pool.check_consistency()
         assert mix.pool.table_stats()["max_distance"] < LONGEST_SEARCH
         assert mix.pool.table_stats()["mean_miss"] < MEAN_MISS
-        print("\n".join(production_mix.longest_calls(mix.times)))
+        print("\n".join(production_mix.longest_calls([mix.times])))
         mix.times.clear()
     assert mix.pool.num_registrations > 0.8 * NUM_BLOCKS
     assert mix.pool.nbytes <= 1.01 * nbytes

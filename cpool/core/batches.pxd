@@ -7,12 +7,15 @@
 # stages in order, and the last stages of all keys run in the order of the batch, as if they
 # were alone; what a stage saw before is only ever used as a hint of what to fetch.
 from cpool.core cimport blocks, cells, registry, reverse_index, shared_keys, table
-from cpool.core.keys cimport Key, hash_key
+from cpool.core.blocks cimport PrimaryKey, key_at
+from cpool.core.cells cimport Cells
+from cpool.core.keys cimport Key, copy_digest, hash_key, same_digest
 from cpool.core.memory cimport prefetch, prefetch_write
 from cpool.core.registry cimport Core, Holder
 from cpool.core.types cimport (
     block_id_t, hash_t, record_id_t, ref_t, space_t, uint8_t, uint32_t, uint64_t, INDEX_MASK,
     EXTRA, LOOSE_FLAG, NO_BLOCK, NO_RECORD, NULL_BLOCK, PRIMARY, SHARED, SHARED_FLAG,
+    SPACE_MASK,
 )
 
 cdef enum:
@@ -83,7 +86,7 @@ cdef inline void prefetch_holder(const Core* core, ref_t ref) noexcept:
     if tag == PRIMARY:
         prefetch(blocks.digest_slot(&core.blocks, index))
         if core.has_widths:
-            prefetch(&core.blocks.keys[index])
+            prefetch(&key_at(&core.blocks, index).space)
     elif tag == <ref_t>SHARED:
         prefetch(shared_keys.key(&core.shared, index))
     elif tag == <ref_t>EXTRA:
@@ -143,6 +146,16 @@ cdef inline size_t follow(
     return row
 
 
+cdef inline bint is_plain(const Core* core) noexcept:
+    # Whether most keys are one block's own, their digests side by side in slots of their width,
+    # and the table does not grow: what most pools are, and what look-ups are fastest in.
+    return (
+        table.exists(&core.table) and core.table.leaving.chunks == NULL
+        and core.index.heads == NULL and not core.has_widths
+        and core.blocks.stride == core.spaces[1].width
+    )
+
+
 cdef inline size_t find_batch(
     const Core* core, const uint8_t* digests, size_t row_bytes, size_t count, space_t space,
     uint32_t multiple_of, bint stop_at_miss, block_id_t* found,
@@ -150,6 +163,25 @@ cdef inline size_t find_batch(
     # found[i] = first holder of row i, or NO_BLOCK; returns how many rows were answered: all,
     # or with `stop_at_miss` those before the first that nobody holds. The space exists, and
     # so does the table.
+    cdef uint32_t width = core.spaces[space].width
+    if width == 32 and multiple_of == 0 and is_plain(core):
+        return find_batch_as(
+            True, core, digests, row_bytes, count, space, 32, 0, stop_at_miss, found
+        )
+    if width == 16 and multiple_of == 0 and is_plain(core):
+        return find_batch_as(
+            True, core, digests, row_bytes, count, space, 16, 0, stop_at_miss, found
+        )
+    return find_batch_as(
+        False, core, digests, row_bytes, count, space, width, multiple_of, stop_at_miss, found
+    )
+
+
+cdef inline size_t find_batch_as(
+    bint plain, const Core* core, const uint8_t* digests, size_t row_bytes, size_t count,
+    space_t space, uint32_t width, uint32_t multiple_of, bint stop_at_miss, block_id_t* found,
+) noexcept:
+    # find_batch(), compiled once for each kind of pool: there `plain` and `width` are constants.
     cdef hash_t hashes[RING]
     cdef ref_t refs[RING]
     cdef size_t hashed = 0      # rows before it have passed the first stage
@@ -157,12 +189,10 @@ cdef inline size_t find_batch(
     cdef size_t asked = 0       # ... have been asked for themselves, where they lie far apart
     cdef size_t row = 0
     cdef size_t stop
-    cdef size_t steady = 0
     cdef Key key
+    cdef hash_t hash
     cdef block_id_t id
-    cdef block_id_t last = NO_BLOCK
     cdef ref_t ref
-    cdef uint32_t width = core.spaces[space].width
     cdef hash_t salt = core.spaces[space].salt
     key.space = space
     while row < count:
@@ -170,55 +200,70 @@ cdef inline size_t find_batch(
         while row_bytes > 64 and asked < stop:
             prefetch(digests + asked * row_bytes)
             asked += 1
-        stop = min(count, row + 3 * IN_FLIGHT)
+        stop = min(count, row + 4 * IN_FLIGHT)
         while hashed < stop:
-            hashes[hashed % RING] = hash_key(
-                digests + hashed * row_bytes, width, salt, core.seed
-            )
-            table.prefetch(&core.table, hashes[hashed % RING])
+            hash = hash_key(digests + hashed * row_bytes, width, salt, core.seed)
+            hashes[hashed % RING] = hash
+            cells.prefetch(cells_as(plain, core, hash), hash)
             hashed += 1
-        stop = min(count, row + 2 * IN_FLIGHT)
+        stop = min(count, row + 3 * IN_FLIGHT)
         while sought < stop:
-            ref = table.glance(&core.table, hashes[sought % RING])
-            prefetch_holder(core, ref)
+            hash = hashes[sought % RING]
+            ref = cells.glance(cells_as(plain, core, hash), hash)
+            if plain:
+                # Wherever that is: most refs are PRIMARY.
+                prefetch(core.blocks.digest + <size_t>(ref & INDEX_MASK) * width)
+            else:
+                prefetch_holder(core, ref)
             refs[sought % RING] = ref
             sought += 1
         stop = min(count, row + IN_FLIGHT)
-        if core.index.heads != NULL:
+        if not plain and core.index.heads != NULL:
             prefetch_extra_holders(core, refs, row, stop)
         while row < stop:
             key.digest = digests + row * row_bytes
             ref = refs[row % RING]
             id = ref & INDEX_MASK
-            if ref == cells.ABSENT:
-                id = NO_BLOCK
-            elif (ref & ~<ref_t>INDEX_MASK) == PRIMARY and (
-                registry.is_own_key(core, id, &key, width)
+            if (ref & ~<ref_t>INDEX_MASK) == PRIMARY and is_own_key_as(
+                plain, core, id, &key, width
             ):
                 # Most keys are one block's own primary one.
                 if multiple_of and not registry.covers_multiple(
                     core, registry.primary(id), multiple_of
                 ):
                     id = NO_BLOCK
+            elif ref == cells.ABSENT:
+                id = NO_BLOCK
             else:
                 id = find_whole(core, &key, hashes[row % RING], multiple_of)
             if id == NO_BLOCK and stop_at_miss:
                 return row
             found[row] = id
             row += 1
-            # Whether it lies beside the one before: up or down by one.
-            if ((id - last + 1) & ~<block_id_t>2) != 0 or id == NO_BLOCK:
-                steady = 0
-            else:
-                steady += 1
-            last = id
-            if steady >= STEADY and id - found[row - 2] == found[row - 2] - found[row - 3]:
-                row = follow(core, digests, row_bytes, row, count, space, multiple_of, found)
-                last = found[row - 1]
-                steady = 0
-                hashed = max(hashed, row)
-                sought = max(sought, row)
+        if row < count and row > STEADY and lie_in_order(found + row - 1):
+            row = follow(core, digests, row_bytes, row, count, space, multiple_of, found)
+            hashed = max(hashed, row)
+            sought = max(sought, row)
     return count
+
+
+cdef inline const Cells* cells_as(bint plain, const Core* core, hash_t hash) noexcept:
+    return &core.table.cells if plain else table.cells_of(&core.table, hash)
+
+
+cdef inline bint is_own_key_as(
+    bint plain, const Core* core, block_id_t id, const Key* key, uint32_t width
+) noexcept:
+    if plain:
+        return same_digest(core.blocks.digest + <size_t>id * width, key.digest, width)
+    return registry.is_own_key(core, id, key, width)
+
+
+cdef inline bint lie_in_order(const block_id_t* last) noexcept:
+    # Whether the blocks from STEADY places before `last` on most likely lie side by side, up or
+    # down by one.
+    cdef block_id_t step = last[0] - last[-1]
+    return ((step + 1) & ~<block_id_t>2) == 0 and last[0] - last[-STEADY] == step * STEADY
 
 
 # Registration -----------------------------------------------------------------------------
@@ -239,7 +284,7 @@ cdef struct Registrations:
 cdef inline void prefetch_old_keys(const Core* core, block_id_t id) noexcept:
     # Of a block that is registered anew: they may have to leave.
     cdef Key key
-    if core.blocks.keys[id].space:
+    if key_at(&core.blocks, id).space:
         key = registry.key_of(core, registry.primary(id))
         table.prefetch_write(&core.table, registry.hash_of(core, &key))
     prefetch_extra(core, id)
@@ -258,7 +303,7 @@ cdef inline void fetch_rows(Core* core, Registrations* batch, size_t row) noexce
         hash = hash_key(batch.rows + i * batch.row_bytes, width, salt, core.seed)
         batch.hashes[i % RING] = hash
         table.prefetch_write(&core.table, hash)
-        prefetch_write(&core.blocks.keys[batch.ids[i]])
+        prefetch_write(&key_at(&core.blocks, batch.ids[i]).space)
         prefetch_write(blocks.digest_slot(&core.blocks, batch.ids[i]))
         if core.index.heads != NULL:
             prefetch_write(&core.index.heads[batch.ids[i]])
@@ -284,7 +329,7 @@ cdef inline bint register_row(Core* core, Registrations* batch, size_t row) noex
     cdef Key key
     key.space = batch.space
     key.digest = batch.rows + row * batch.row_bytes
-    if core.blocks.keys[id].space == 0 and reverse_index.first(&core.index, id) == NO_RECORD:
+    if key_at(&core.blocks, id).space == 0 and reverse_index.first(&core.index, id) == NO_RECORD:
         if registry.add_first_cell(core, registry.primary(id), hash):
             # A new key for a block without one: most are.
             registry.write_primary(core, id, &key, 0, <uint32_t>batch.ends[row])
@@ -296,6 +341,55 @@ cdef inline bint register_row(Core* core, Registrations* batch, size_t row) noex
     num_keys = core.table.num_used
     registry.register(core, id, &key, hash, 0, <uint32_t>batch.ends[row])
     return core.table.num_used != num_keys
+
+
+cdef inline void register_plain(Core* core, Registrations* batch, uint32_t width) noexcept:
+    # All rows, in a pool that is_plain(); `width` is a constant. As fetch_rows() and
+    # register_row() would, with what most blocks need in one loop for each stage.
+    cdef hash_t hash
+    cdef Key key
+    cdef PrimaryKey* record
+    cdef block_id_t id
+    cdef size_t i, stop
+    cdef size_t row = 0
+    cdef size_t count = batch.count
+    cdef hash_t salt = core.spaces[batch.space].salt
+    cdef Cells* of = &core.table.cells
+    key.space = batch.space
+    while row < count:
+        i = batch.fetched
+        stop = min(count, row + 3 * IN_FLIGHT)
+        while i < stop:
+            hash = hash_key(batch.rows + i * batch.row_bytes, width, salt, core.seed)
+            batch.hashes[i % RING] = hash
+            cells.prefetch_write(of, hash)
+            prefetch_write(&key_at(&core.blocks, batch.ids[i]).space)
+            prefetch_write(core.blocks.digest + <size_t>batch.ids[i] * width)
+            i += 1
+        batch.fetched = i
+        i = batch.sought
+        stop = min(count, row + 2 * IN_FLIGHT)
+        while i < stop:
+            cells.prefetch_behind(of, batch.hashes[i % RING])
+            prefetch_old_keys(core, batch.ids[i])
+            i += 1
+        batch.sought = i
+        stop = min(count, row + IN_FLIGHT)
+        while row < stop:
+            id = batch.ids[row]
+            if id != NULL_BLOCK:
+                record = key_at(&core.blocks, id)
+                hash = batch.hashes[row % RING]
+                key.digest = batch.rows + row * batch.row_bytes
+                if record.space or not cells.insert_first(of, hash, PRIMARY | id):
+                    register_row(core, batch, row)
+                else:
+                    core.table.num_used += 1
+                    core.num_registrations += 1
+                    copy_digest(core.blocks.digest + <size_t>id * width, key.digest, width)
+                    record.space = batch.space
+                    record.num_tokens = <uint32_t>batch.ends[row]
+            row += 1
 
 
 cdef inline size_t max_partials(
@@ -347,7 +441,7 @@ cdef struct Evictions:
 
 cdef inline void prefetch_keys(const Core* core, block_id_t block) noexcept:
     if core.blocks.keys != NULL:
-        prefetch_write(&core.blocks.keys[block])
+        prefetch_write(&key_at(&core.blocks, block).space)
         prefetch(blocks.digest_slot(&core.blocks, block))
         if core.index.heads != NULL:
             prefetch_write(&core.index.heads[block])
@@ -370,7 +464,7 @@ cdef inline void fetch_keys(Core* core, Evictions* batch, size_t i) noexcept:
             prefetch_keys(core, batch.ids[row])
     for row in range(i, stop):
         id = batch.ids[row]
-        if core.blocks.keys[id].space:
+        if key_at(&core.blocks, id).space:
             key = registry.key_of(core, registry.primary(id))
             batch.hashes[row % RING] = registry.hash_of(core, &key)
             table.prefetch_write(&core.table, batch.hashes[row % RING])
@@ -384,9 +478,65 @@ cdef inline void fetch_keys(Core* core, Evictions* batch, size_t i) noexcept:
         table.prefetch_passed(&core.table, batch.hashes[row % RING])
 
 
+cdef inline size_t evict_plain(
+    Core* core, const block_id_t* ids, size_t count, size_t asked, uint32_t width
+) noexcept:
+    # All keys of the blocks leave, in a pool that is_plain(); `width` is a constant, and of the
+    # first `asked` blocks the keys are on their way. Returns how many blocks the table knew. In
+    # rounds as fetch_keys().
+    cdef hash_t hashes[RING]
+    cdef Cells* of = &core.table.cells
+    cdef PrimaryKey* record
+    cdef Key key
+    cdef block_id_t id
+    cdef space_t space
+    cdef size_t stop
+    cdef size_t first = 0, row = 0, num_own = 0, num_other = 0
+    while first < count:
+        stop = min(count, first + RING)
+        for row in range(max(asked, first), stop):
+            prefetch_keys(core, ids[row])
+        for row in range(first, stop):
+            space = key_at(&core.blocks, ids[row]).space
+            key.digest = core.blocks.digest + <size_t>ids[row] * width
+            if space & SHARED_FLAG:
+                # Whoever is the last of its holders has it alone, when its turn comes.
+                key = registry.key_of(core, registry.primary(ids[row]))
+            # Of a block without a key it is some hash: nothing is looked for with it.
+            hashes[row % RING] = hash_key(
+                key.digest, width, core.spaces[space & SPACE_MASK].salt, core.seed
+            )
+            cells.prefetch_write(of, hashes[row % RING])
+        asked = min(count, stop + RING)
+        for row in range(stop, asked):
+            prefetch_keys(core, ids[row])
+        for row in range(first, stop):
+            cells.prefetch_passed(of, hashes[row % RING])
+        for row in range(first, stop):
+            id = ids[row]
+            record = key_at(&core.blocks, id)
+            space = record.space
+            if space == 0:
+                continue
+            if space & (LOOSE_FLAG | SHARED_FLAG):
+                num_other += registry.drop_keys(core, id) != 0
+                continue
+            table.remove_at(
+                &core.table, hashes[row % RING],
+                cells.find_ref(of, hashes[row % RING], PRIMARY | id),
+            )
+            record.space = 0
+            record.num_tokens = 0
+            num_own += 1
+        first = stop
+    core.num_registrations -= num_own
+    core.num_departures += num_own
+    return num_own + num_other
+
+
 cdef inline bint has_own_key_only(const Core* core, block_id_t id) noexcept:
     # Whether a block has one key, which the table knows and no other block holds.
-    cdef space_t space = core.blocks.keys[id].space
+    cdef space_t space = key_at(&core.blocks, id).space
     return space != 0 and not space & (LOOSE_FLAG | SHARED_FLAG) and (
         reverse_index.first(&core.index, id) == NO_RECORD
     )
@@ -397,5 +547,5 @@ cdef inline void drop_own_key(Core* core, Evictions* batch, size_t i) noexcept:
     # then is the hash its key's.
     cdef block_id_t id = batch.ids[i]
     registry.unlink_alone(core, registry.primary(id), batch.hashes[i % RING])
-    core.blocks.keys[id].space = 0
-    core.blocks.keys[id].num_tokens = 0
+    key_at(&core.blocks, id).space = 0
+    key_at(&core.blocks, id).num_tokens = 0

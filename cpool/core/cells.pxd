@@ -280,6 +280,16 @@ cdef inline uint64_t find_cell(const Cells* cells, hash_t hash, ref_t ref) noexc
         chunk = next_chunk(cells, chunk)
 
 
+cdef inline uint64_t find_ref(const Cells* cells, hash_t hash, ref_t ref) noexcept:
+    # As find_cell(), of a ref that no other cell has: no hash is compared.
+    cdef uint64_t chunk = home(cells, hash)
+    cdef uint32_t found = equal_words(cells.chunks[chunk].refs, ref, 0)
+    while not found:
+        chunk = next_chunk(cells, chunk)
+        found = equal_words(cells.chunks[chunk].refs, ref, 0)
+    return chunk * CHUNK_CELLS + lowest_bit(found)
+
+
 cdef inline void insert(Cells* cells, hash_t hash, ref_t ref) noexcept:
     # There must be an EMPTY cell.
     cdef uint64_t chunk = home(cells, hash)
@@ -368,6 +378,13 @@ cdef inline void prefetch_passed(const Cells* cells, hash_t hash) noexcept:
     cdef uint64_t chunk = home(cells, hash)
     if num_passed(&cells.chunks[chunk]):
         memory.prefetch_write(&cells.chunks[next_chunk(cells, chunk)])
+
+
+cdef inline void prefetch_behind(const Cells* cells, hash_t hash) noexcept:
+    # The chunk that a search reads next unless it finds the hash in its home, if any.
+    cdef uint64_t chunk = home(cells, hash)
+    if num_passed(&cells.chunks[chunk]):
+        memory.prefetch(&cells.chunks[next_chunk(cells, chunk)])
 
 
 cdef inline uint64_t first_hash(const Cells* cells, uint64_t chunk) noexcept:

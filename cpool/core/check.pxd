@@ -2,11 +2,12 @@
 # Every invariant, written once. Raises AssertionError, which means a bug of ours (or counts
 # and links that were written from outside); changes nothing.
 from cpool.core cimport blocks, cells, memory, registry, reverse_index, shared_keys, table
+from cpool.core.blocks cimport key_at, state_at
 from cpool.core.cells cimport CHUNK_CELLS
 from cpool.core.keys cimport Key
 from cpool.core.registry cimport Core, Holder
 from cpool.core.types cimport (
-    block_id_t, hash_t, record_id_t, ref_t, uint32_t, uint64_t,
+    BlockState, block_id_t, hash_t, record_id_t, ref_t, uint32_t, uint64_t,
     INDEX_MASK, LOOSE_FLAG, NO_RECORD, NOT_QUEUED, PRIMARY, EXTRA, SHARED, SHARED_FLAG,
     SPACE_MASK,
 )
@@ -24,31 +25,36 @@ cdef inline int check_queue(const Core* core) except -1:
     cdef block_id_t end = core.queue.end
     cdef block_id_t id = end
     cdef block_id_t after
+    cdef const BlockState* state
     cdef uint32_t seen = 0
     require(end == core.blocks.num_blocks, "the queue's end is not behind the last block")
-    require(core.queue.states[0].next == NOT_QUEUED, "the null block is in the free queue")
+    require(
+        state_at(&core.blocks, 0).next == NOT_QUEUED, "the null block is in the free queue"
+    )
     while True:
-        after = core.queue.states[id].next
+        after = state_at(&core.blocks, id).next
         require(after <= end, f"block {id} in the free queue links to {after}")
-        require(core.queue.states[after].prev == id, f"links of {id} and {after} differ")
+        require(
+            state_at(&core.blocks, after).prev == id, f"links of {id} and {after} differ"
+        )
         id = after
         if id == end:
             break
         seen += 1
         require(seen <= core.queue.num_free, f"more than {core.queue.num_free} blocks queued")
         require(
-            core.blocks.states[id].ref_cnt <= 0,
-            f"block {id} is in the free queue with ref_cnt {core.blocks.states[id].ref_cnt}",
+            state_at(&core.blocks, id).ref_cnt <= 0,
+            f"block {id} is in the free queue with ref_cnt {state_at(&core.blocks, id).ref_cnt}",
         )
     require(seen == core.queue.num_free, f"{seen} blocks queued, {core.queue.num_free} counted")
     for id in range(1, end):
+        state = state_at(&core.blocks, id)
         require(
-            core.queue.states[id].next != NOT_QUEUED or core.blocks.states[id].ref_cnt > 0,
-            f"block {id} with ref_cnt {core.blocks.states[id].ref_cnt} is not in the free queue",
+            state.next != NOT_QUEUED or state.ref_cnt > 0,
+            f"block {id} with ref_cnt {state.ref_cnt} is not in the free queue",
         )
         require(
-            (core.queue.states[id].next == NOT_QUEUED)
-            == (core.queue.states[id].prev == NOT_QUEUED),
+            (state.next == NOT_QUEUED) == (state.prev == NOT_QUEUED),
             f"block {id} is half in the free queue",
         )
     return 0
@@ -127,7 +133,7 @@ cdef inline int check_cell(const Core* core, hash_t hash, ref_t ref) except -1:
     if tag == PRIMARY:
         key = registry.key_of(core, holder)
         require(
-            key.space != 0 and not core.blocks.keys[index].space & (LOOSE_FLAG | SHARED_FLAG),
+            key.space != 0 and not key_at(&core.blocks, index).space & (LOOSE_FLAG | SHARED_FLAG),
             f"a cell names the primary key of block {index}, which has none of its own",
         )
         require(registry.hash_of(core, &key) == hash, f"block {index} is in a wrong cell")
@@ -186,7 +192,7 @@ cdef inline int check_registrations(const Core* core) except -1:
         if registry.has_primary(core, holder.block):
             key = registry.key_of(core, holder)
             require(key.space < core.num_spaces, f"block {holder.block} has space {key.space}")
-            if not core.blocks.keys[holder.block].space & LOOSE_FLAG:
+            if not key_at(&core.blocks, holder.block).space & LOOSE_FLAG:
                 registrations += 1
                 require(
                     registry.find_held_by(core, &key, holder.block, &found)

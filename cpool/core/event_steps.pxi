@@ -32,7 +32,7 @@ cdef inline void log_key(
 cdef void log_keys(const Core* core, block_id_t id, RemovedRun run, bint truthful) noexcept:
     # What registry.drop_keys is about to take away, in its order.
     cdef Holder holder = registry.primary(id)
-    if registry.has_primary(core, id) and not core.blocks.keys[id].space & LOOSE_FLAG:
+    if registry.has_primary(core, id) and not key_at(&core.blocks, id).space & LOOSE_FLAG:
         log_key(core, holder, run, truthful)
     holder.extra = reverse_index.first(&core.index, id)
     while holder.extra != NO_RECORD:

@@ -6,6 +6,7 @@
 # where the guess is right. It is never believed: it may be of another prompt, and its blocks may
 # have lost their keys or taken others since.
 from cpool.core cimport batches, blocks, registry
+from cpool.core.blocks cimport key_at
 from cpool.core.memory cimport prefetch
 from cpool.core.registry cimport Core
 from cpool.core.types cimport block_id_t, space_t, uint8_t, uint32_t
@@ -56,7 +57,7 @@ cdef inline void remember(
 
 
 cdef inline void prefetch_block(const Core* core, block_id_t id) noexcept:
-    prefetch(&core.blocks.keys[id])
+    prefetch(&key_at(&core.blocks, id).space)
     prefetch(blocks.digest_slot(&core.blocks, id))
 
 

@@ -172,9 +172,8 @@ cdef class KVCacheBlock:
             raise ContractError("the end of a free queue has no ref_cnt")
         else:
             low = -MAX_REF_CNT if self.index == NULL_BLOCK else 0
-            (<BlockPool>self.owner).core.blocks.states[self.index].ref_cnt = <int32_t>read_count(
-                value, f"ref_cnt of block {self.index}", low, MAX_REF_CNT
-            )
+            count = read_count(value, f"ref_cnt of block {self.index}", low, MAX_REF_CNT)
+            state_at(&(<BlockPool>self.owner).core.blocks, self.index).ref_cnt = <int32_t>count
 
     @property
     def block_hash(self):

@@ -15,6 +15,9 @@ cdef extern from * nogil:
     """
     #include <stdint.h>
     #include <string.h>
+    #ifdef __SSE2__
+    #include <emmintrin.h>
+    #endif
 
     #define CPOOL_MAX_SEED_WORDS 35
 
@@ -62,12 +65,17 @@ cdef extern from * nogil:
     }
 
     static inline int cpool_same_digest(const uint8_t *a, const uint8_t *b, uint32_t width) {
-        if (width == 32)
-            return !((cpool_word(a) ^ cpool_word(b)) | (cpool_word(a + 8) ^ cpool_word(b + 8))
-                   | (cpool_word(a + 16) ^ cpool_word(b + 16))
-                   | (cpool_word(a + 24) ^ cpool_word(b + 24)));
-        if (width == 16)
-            return !((cpool_word(a) ^ cpool_word(b)) | (cpool_word(a + 8) ^ cpool_word(b + 8)));
+    #ifdef __SSE2__
+        if (width == 32 || width == 16) {
+            __m128i same = _mm_cmpeq_epi8(_mm_loadu_si128((const __m128i *)a),
+                                          _mm_loadu_si128((const __m128i *)b));
+            if (width == 32)
+                same = _mm_and_si128(same,
+                                     _mm_cmpeq_epi8(_mm_loadu_si128((const __m128i *)a + 1),
+                                                    _mm_loadu_si128((const __m128i *)b + 1)));
+            return _mm_movemask_epi8(same) == 0xFFFF;
+        }
+    #endif
         return memcmp(a, b, width) == 0;
     }
 

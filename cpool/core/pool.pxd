@@ -323,7 +323,7 @@ cdef class _PoolAllocation(_PoolLookup):
     cdef object count_known(self, const block_id_t* ids, size_t count)
     cdef int evict_all(self, const block_id_t* ids, size_t count, bint compact) except -1
     cdef size_t evict_quietly(
-        self, const block_id_t* ids, size_t count, RemovedRun removed
+        self, const block_id_t* ids, size_t count, size_t asked, RemovedRun removed
     ) noexcept
 
 

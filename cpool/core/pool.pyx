@@ -15,7 +15,7 @@ from cpool.core cimport (
     batches, cells, check, free_queue, guess, handle_map, keys, memory, msgpack, parents, registry,
     reverse_index, shared_keys, table, table_stats,
 )
-from cpool.core.blocks cimport PrimaryKey, digest_slot
+from cpool.core.blocks cimport digest_slot, has_rows, key_at, state_at
 from cpool.core.keys cimport Key, Space, copy_digest, MAX_SPACES
 from cpool.core.memory cimport Array, prefetch, prefetch_write
 from cpool.core.msgpack cimport Writer
@@ -71,8 +71,10 @@ cdef enum:
     FEW = 128                       # block ids for which a call has room of its own
     CHECKED_UP_TO_BLOCKS = 4096     # debug builds check pools of this size after each operation
 
-cdef object STATE_DTYPE = np.dtype([("prev", "<u4"), ("next", "<u4"), ("ref_cnt", "<i4")])
-cdef object KEY_DTYPE = np.dtype([("num_tokens", "<u4"), ("space", "<u2")])
+
+cdef dict STATE_FIELDS = {
+    "names": ["prev", "next", "ref_cnt"], "formats": ["<u4", "<u4", "<i4"], "offsets": [0, 4, 8],
+}
 
 numpy.import_array()
 
@@ -125,15 +127,18 @@ cdef class Column:
             self.pool.num_exports -= 1
 
 
-cdef object view_column(BlockPool pool, void* data, Py_ssize_t nbytes, dtype, bint is_key_column):
+cdef object view_column(
+    BlockPool pool, void* data, size_t count, size_t row_bytes, dict fields, bint is_key_column
+):
+    # `count` elements, so many bytes apart; `fields` says where in each they lie (np.dtype).
     cdef Column column = Column.__new__(Column)
     column.pool = pool
     column.data = data
-    column.nbytes = nbytes
+    column.nbytes = count * row_bytes
     column.is_key_column = is_key_column
     if is_key_column:
         pool.num_exports += 1
-    return np.frombuffer(column, dtype=dtype)
+    return np.frombuffer(column, dtype=np.dtype({**fields, "itemsize": row_bytes}))
 
 
 include "pool_state.pxi"
@@ -240,7 +245,8 @@ cdef class BlockPool(_PoolPartials):
         self.group_block_sizes = {}
         self.kv_event_queue = []
         registry.init(
-            &self.core, <uint32_t>num_blocks, <uint32_t>width if enable_caching else 0
+            &self.core, <uint32_t>num_blocks, enable_caching,
+            <uint32_t>width if enable_caching else 0,
         )
         free_queue.remove(&self.core.queue, NULL_BLOCK)
 

@@ -25,7 +25,7 @@ cdef class _PoolAllocation(_PoolLookup):
                 self.check_available(count)
                 head_run(&self.core, ids, count)
                 blocks_taken = self.handles_of(ids, count)
-                free_queue.take_head_run(&self.core.queue, ids, count)
+                free_queue.take_head_run(&self.core.queue, ids, count, 0)
             finally:
                 if collects:
                     PyGC_Enable()
@@ -44,14 +44,14 @@ cdef class _PoolAllocation(_PoolLookup):
             head_run(&self.core, ids, count)
             if self.enable_caching:
                 removed = self.log_for(ids, count)
-            free_queue.take_head_run(&self.core.queue, ids, count)
+            free_queue.take_head_run(&self.core.queue, ids, count, 1)
         finally:
             if collects:
                 PyGC_Enable()
         if self.enable_caching:
-            self.num_evicted_blocks += self.evict_quietly(ids, count, removed)
-        for i in range(count):
-            self.core.blocks.states[ids[i]].ref_cnt = 1
+            self.num_evicted_blocks += self.evict_quietly(
+                ids, count, min(count, <size_t>batches.RING), removed
+            )
         try:
             self.emit_removed(removed, compact)
         except BaseException:
@@ -67,9 +67,9 @@ cdef class _PoolAllocation(_PoolLookup):
         for i in range(count):
             if self.enable_caching:
                 self.evict(ids[i])
-            if self.core.blocks.states[ids[i]].ref_cnt != 0:
+            if state_at(&self.core.blocks, ids[i]).ref_cnt != 0:
                 raise ContractError(f"block {ids[i]} was touched while it was handed out")
-            self.core.blocks.states[ids[i]].ref_cnt = 1
+            state_at(&self.core.blocks, ids[i]).ref_cnt = 1
             if self.metrics_collector is not None:
                 self.metrics_collector.on_block_allocated(taken[i])
         return 0
@@ -315,7 +315,7 @@ cdef class _PoolAllocation(_PoolLookup):
         cdef block_id_t id = self.own_id(block)
         return (
             id != NULL_BLOCK
-            and self.core.blocks.states[id].ref_cnt == 1
+            and state_at(&self.core.blocks, id).ref_cnt == 1
             and not registry.has_primary(&self.core, id)
         )
 
@@ -391,11 +391,12 @@ cdef class _PoolAllocation(_PoolLookup):
                 self.evict(ids[i])
             return 0
         removed = self.log_for(ids, count)
-        self.num_evicted_blocks += self.evict_quietly(ids, count, removed)
+        self.num_evicted_blocks += self.evict_quietly(ids, count, 0, removed)
         return self.emit_removed(removed, compact)
 
     cdef size_t evict_quietly(
-        self, const block_id_t* ids, size_t count, RemovedRun removed
+        self, const block_id_t* ids, size_t count, size_t asked, RemovedRun removed
     ) noexcept:
-        # `removed` is from log_for(). Returns how many of the blocks the table knew.
-        return evict_run(&self.core, ids, count, removed, self.truthful_events)
+        # `removed` is from log_for(); the keys of the first `asked` blocks are on their way.
+        # Returns how many of the blocks the table knew.
+        return evict_run(&self.core, ids, count, asked, removed, self.truthful_events)

@@ -41,13 +41,13 @@ cdef class _PoolLookup(_PoolEvents):
                 return 0
             raise ContractError(f"block {id} has no hash whose tokens could be counted")
         if num_tokens is None:
-            self.core.blocks.keys[id].space |= NO_TOKENS_FLAG
-            self.core.blocks.keys[id].num_tokens = 0
+            key_at(&self.core.blocks, id).space |= NO_TOKENS_FLAG
+            key_at(&self.core.blocks, id).num_tokens = 0
             return 0
-        self.core.blocks.keys[id].num_tokens = read_count(
+        key_at(&self.core.blocks, id).num_tokens = read_count(
             num_tokens, "num_tokens", 0, MAX_NUM_TOKENS
         )
-        self.core.blocks.keys[id].space &= ~<space_t>NO_TOKENS_FLAG
+        key_at(&self.core.blocks, id).space &= ~<space_t>NO_TOKENS_FLAG
         return 0
 
     cdef int link_primary(self, block_id_t id) except -1:
@@ -58,7 +58,7 @@ cdef class _PoolLookup(_PoolEvents):
         cdef Holder other
         cdef uint64_t num_keys
         cdef bytes name
-        if not self.core.blocks.keys[id].space & LOOSE_FLAG:
+        if not key_at(&self.core.blocks, id).space & LOOSE_FLAG:
             return 0
         key = registry.key_of(&self.core, registry.primary(id))
         space = self.core.spaces[key.space]
@@ -67,7 +67,7 @@ cdef class _PoolLookup(_PoolEvents):
         if registry.find_held_by(&self.core, &key, id, &other):
             return 0
         name = self.key_bytes(registry.primary(id))
-        self.core.blocks.keys[id].space &= ~<space_t>LOOSE_FLAG
+        key_at(&self.core.blocks, id).space &= ~<space_t>LOOSE_FLAG
         num_keys = self.core.table.num_used
         registry.link(&self.core, registry.primary(id), registry.hash_of(&self.core, &key))
         if self.core.table.num_used != num_keys:
@@ -308,7 +308,7 @@ cdef class _PoolLookup(_PoolEvents):
             self.own_id(block) if isinstance(block, KVCacheBlock) else self.check_id(block)
         )
         if registry.has_primary(&self.core, holder.block):
-            if not self.core.blocks.keys[holder.block].space & LOOSE_FLAG:
+            if not key_at(&self.core.blocks, holder.block).space & LOOSE_FLAG:
                 found.append(self.registration(holder, True))
         holder.extra = reverse_index.first(&self.core.index, holder.block)
         while holder.extra != NO_RECORD:

@@ -193,6 +193,12 @@ cdef class _PoolRegistration(_PoolAllocation):
         if log is not None:
             self.register_logged(&rows, first, log)
             return 0
+        if batches.is_plain(&self.core) and batch.width == 32:
+            batches.register_plain(&self.core, &rows, 32)
+            return 0
+        if batches.is_plain(&self.core) and batch.width == 16:
+            batches.register_plain(&self.core, &rows, 16)
+            return 0
         for i in range(total):
             batches.fetch_rows(&self.core, &rows, i)
             if ids[i] != NULL_BLOCK:
@@ -320,7 +326,7 @@ cdef class _PoolRegistration(_PoolAllocation):
         if target == NULL_BLOCK:
             raise ContractError("the null block is never registered")
         if registry.has_primary(&self.core, source):
-            if self.core.blocks.keys[source].space & LOOSE_FLAG:
+            if key_at(&self.core.blocks, source).space & LOOSE_FLAG:
                 registry.drop_primary(&self.core, source)
             else:
                 parent = parents.of(&self.parents, source, NO_RECORD)

@@ -137,8 +137,8 @@ cdef class _PoolState:
         cdef block_id_t other
         if id == end + 1 and not forward or id == end and forward:
             return None
-        other = self.core.queue.states[min(id, end)].next if forward else (
-            self.core.queue.states[min(id, end)].prev
+        other = free_queue.state_at(&self.core.queue, min(id, end)).next if forward else (
+            free_queue.state_at(&self.core.queue, min(id, end)).prev
         )
         if other == NOT_QUEUED:
             return None
@@ -159,9 +159,9 @@ cdef class _PoolState:
     cdef object primary_tokens(self, block_id_t id):
         if not registry.has_primary(&self.core, id):
             return None
-        if self.core.blocks.keys[id].space & NO_TOKENS_FLAG:
+        if key_at(&self.core.blocks, id).space & NO_TOKENS_FLAG:
             return None
-        return self.core.blocks.keys[id].num_tokens
+        return key_at(&self.core.blocks, id).num_tokens
 
     cdef list extra_keys(self, block_id_t id):
         cdef list found = []
@@ -178,7 +178,7 @@ cdef class _PoolState:
         cdef list found = []
         if (
             registry.has_primary(&self.core, id)
-            and not self.core.blocks.keys[id].space & LOOSE_FLAG
+            and not key_at(&self.core.blocks, id).space & LOOSE_FLAG
         ):
             found.append(self.key_bytes(registry.primary(id)))
         if self.core.index.heads != NULL:
@@ -309,7 +309,7 @@ cdef class _PoolState:
     cdef void prefetch_key(self, block_id_t id) noexcept:
         # For has_primary_key(), as soon as the block is known.
         if self.core.blocks.keys != NULL:
-            prefetch(&self.core.blocks.keys[id])
+            prefetch(&key_at(&self.core.blocks, id).space)
             prefetch(digest_slot(&self.core.blocks, id))
 
     cdef bint has_primary_key(self, block_id_t id, bytes digest, uint32_t group) noexcept:
@@ -319,7 +319,7 @@ cdef class _PoolState:
         cdef uint32_t width = <uint32_t>PyBytes_GET_SIZE(digest)
         if not registry.has_primary(&self.core, id):
             return False
-        space = self.core.blocks.keys[id].space & (SPACE_MASK | SHARED_FLAG)
+        space = key_at(&self.core.blocks, id).space & (SPACE_MASK | SHARED_FLAG)
         return space < self.core.num_spaces and (
             self.core.spaces[space].group == group
             and self.core.spaces[space].width == width
@@ -383,8 +383,8 @@ cdef class _PoolState:
         ``next`` is the head, its ``prev`` the tail.
         """
         return view_column(
-            self, self.core.blocks.states,
-            sizeof(BlockState) * (self.core.blocks.num_blocks + 1), STATE_DTYPE, False,
+            self, self.core.blocks.states, <size_t>self.core.blocks.num_blocks + 1,
+            self.core.blocks.state_bytes, STATE_FIELDS, False,
         )
 
     @property
@@ -402,13 +402,16 @@ cdef class _PoolState:
 
         Zero without a key. While a view is alive the prefix cache cannot be reset.
         """
+        # Where they lie behind states, the rows begin with these.
+        cdef size_t offset = sizeof(BlockState) if has_rows(&self.core.blocks) else 0
         if self.core.blocks.keys == NULL:
             result = np.zeros(self.core.blocks.num_blocks, dtype=np.uint32)
             result.flags.writeable = False
             return result
         return view_column(
-            self, self.core.blocks.keys,
-            sizeof(PrimaryKey) * self.core.blocks.num_blocks, KEY_DTYPE, True,
+            self, self.core.blocks.keys - offset, self.core.blocks.num_blocks,
+            self.core.blocks.key_bytes,
+            {"names": ["num_tokens"], "formats": ["<u4"], "offsets": [offset]}, True,
         )["num_tokens"]
 
     def free_queue_ids(self):

@@ -14,7 +14,7 @@
 from cpool.core cimport (
     blocks, cells, free_queue, keys, memory, reverse_index, shared_keys, table,
 )
-from cpool.core.blocks cimport Blocks
+from cpool.core.blocks cimport Blocks, key_at, state_at
 from cpool.core.free_queue cimport FreeQueue
 from cpool.core.keys cimport (
     Key, Space, copy_digest, hash_key, same_digest, MAX_SPACES, NUM_SEED_WORDS,
@@ -51,13 +51,15 @@ cdef struct Holder:
     record_id_t extra       # its record, NO_RECORD for the block's primary key
 
 
-cdef inline int init(Core* core, uint32_t num_blocks, uint32_t expected_width) except -1:
+cdef inline int init(
+    Core* core, uint32_t num_blocks, bint with_keys, uint32_t expected_width
+) except -1:
     # `core` is zero-filled, and is again after a failure. Where digests of some width are
     # expected, a key a block takes no memory later on that is not there now.
     shared_keys.init(&core.shared, 0, 0)
     reverse_index.init(&core.index, 0, 0)
     try:
-        blocks.init(&core.blocks, num_blocks)
+        blocks.init(&core.blocks, num_blocks, with_keys)
         if expected_width:
             prepare_keys(core, expected_width)
             table.prepare(&core.table, num_blocks)
@@ -66,7 +68,9 @@ cdef inline int init(Core* core, uint32_t num_blocks, uint32_t expected_width) e
     except MemoryError:
         release(core)
         raise
-    free_queue.init(&core.queue, core.blocks.states, num_blocks)
+    free_queue.init(
+        &core.queue, core.blocks.states, core.blocks.state_bytes, num_blocks
+    )
     return 0
 
 
@@ -106,7 +110,7 @@ cdef inline size_t nbytes(const Core* core) noexcept:
 cdef inline int32_t num_holders(const Core* core, block_id_t id) noexcept:
     # In the free queue the count holds a note of the queue's; above 0 only if it was written
     # from outside.
-    cdef int32_t count = core.blocks.states[id].ref_cnt
+    cdef int32_t count = state_at(&core.blocks, id).ref_cnt
     if count < 0 and free_queue.contains(&core.queue, id):
         return 0
     return count
@@ -170,20 +174,20 @@ cdef inline uint8_t* slot_of(const Core* core, Holder holder) noexcept:
 
 cdef inline space_t flagged_space(const Core* core, Holder holder) noexcept:
     if holder.extra == NO_RECORD:
-        return core.blocks.keys[holder.block].space if core.blocks.keys != NULL else 0
+        return key_at(&core.blocks, holder.block).space if core.blocks.keys != NULL else 0
     return reverse_index.extra(&core.index, holder.extra).space
 
 
 cdef inline void set_flagged_space(Core* core, Holder holder, space_t space) noexcept:
     if holder.extra == NO_RECORD:
-        core.blocks.keys[holder.block].space = space
+        key_at(&core.blocks, holder.block).space = space
     else:
         reverse_index.extra(&core.index, holder.extra).space = space
 
 
 cdef inline uint32_t num_tokens_of(const Core* core, Holder holder) noexcept:
     if holder.extra == NO_RECORD:
-        return core.blocks.keys[holder.block].num_tokens
+        return key_at(&core.blocks, holder.block).num_tokens
     return reverse_index.extra(&core.index, holder.extra).num_tokens
 
 
@@ -220,7 +224,7 @@ cdef inline Holder primary(block_id_t block) noexcept:
 
 
 cdef inline bint has_primary(const Core* core, block_id_t block) noexcept:
-    return core.blocks.keys != NULL and core.blocks.keys[block].space != 0
+    return core.blocks.keys != NULL and key_at(&core.blocks, block).space != 0
 
 
 # Look-ups ---------------------------------------------------------------------------------
@@ -231,7 +235,7 @@ cdef inline bint is_own_key(
     # Whether `key` is the primary one of a block whose cell has the key's hash. With hash and
     # digest the space is the same, too, among digests of one width (see keys.pxd).
     return same_digest(blocks.digest_slot(&core.blocks, block), key.digest, width) and (
-        not core.has_widths or (core.blocks.keys[block].space & SPACE_MASK) == key.space
+        not core.has_widths or (key_at(&core.blocks, block).space & SPACE_MASK) == key.space
     )
 
 
@@ -240,7 +244,7 @@ cdef inline bint holds_alone(
 ) noexcept:
     # Whether that is the block's primary key, known to the table and held by no other block:
     # then the block is what the table would answer.
-    return (core.blocks.keys[block].space & ~<space_t>NO_TOKENS_FLAG) == space and same_digest(
+    return (key_at(&core.blocks, block).space & ~<space_t>NO_TOKENS_FLAG) == space and same_digest(
         blocks.digest_slot(&core.blocks, block), digest, width
     )
 
@@ -555,8 +559,8 @@ cdef inline void write_primary(
     copy_digest(
         blocks.digest_slot(&core.blocks, block), key.digest, core.spaces[key.space].width
     )
-    core.blocks.keys[block].space = key.space | flags
-    core.blocks.keys[block].num_tokens = num_tokens
+    key_at(&core.blocks, block).space = key.space | flags
+    key_at(&core.blocks, block).num_tokens = num_tokens
 
 
 cdef inline void register(
@@ -571,7 +575,7 @@ cdef inline void register(
     # Asked before the key is in the block's row: a cell of another of its extra keys with the
     # same hash would be taken for this one's.
     cdef ref_t ref = find(core, key, hash, &other, &place)
-    if core.blocks.keys[block].space == 0:
+    if key_at(&core.blocks, block).space == 0:
         write_primary(core, block, key, flags, num_tokens)
     else:
         holder.extra = reverse_index.append(&core.index, block, key.space | flags, num_tokens)
@@ -585,23 +589,23 @@ cdef inline void drop_extra(Core* core, Holder holder) noexcept:
 
 
 cdef inline void drop_primary(Core* core, block_id_t block) noexcept:
-    if not core.blocks.keys[block].space & LOOSE_FLAG:
+    if not key_at(&core.blocks, block).space & LOOSE_FLAG:
         unlink(core, primary(block))
-    core.blocks.keys[block].space = 0
-    core.blocks.keys[block].num_tokens = 0
+    key_at(&core.blocks, block).space = 0
+    key_at(&core.blocks, block).num_tokens = 0
 
 
 cdef inline bint is_known(const Core* core, block_id_t block) noexcept:
     # Whether the table has a key of the block.
     return reverse_index.first(&core.index, block) != NO_RECORD or (
-        has_primary(core, block) and not core.blocks.keys[block].space & LOOSE_FLAG
+        has_primary(core, block) and not key_at(&core.blocks, block).space & LOOSE_FLAG
     )
 
 
 cdef inline bint is_shorter(const Core* core, block_id_t block, uint64_t num_tokens) noexcept:
     # Whether the block's primary key is known to cover less.
-    return has_primary(core, block) and not core.blocks.keys[block].space & NO_TOKENS_FLAG and (
-        core.blocks.keys[block].num_tokens < num_tokens
+    return has_primary(core, block) and not key_at(&core.blocks, block).space & NO_TOKENS_FLAG and (
+        key_at(&core.blocks, block).num_tokens < num_tokens
     )
 
 

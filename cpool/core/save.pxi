@@ -194,7 +194,7 @@ cdef int load_queue(
     for id in range(core.blocks.num_blocks):
         if ref_cnts[id] < 0 and id != NULL_BLOCK:
             raise SavedPoolError(f"block {id} has ref_cnt {ref_cnts[id]}")
-        core.blocks.states[id].ref_cnt = ref_cnts[id]
+        state_at(&core.blocks, id).ref_cnt = ref_cnts[id]
     for i in range(num_free):
         id = queue[i]
         if id == NULL_BLOCK or id >= core.blocks.num_blocks:

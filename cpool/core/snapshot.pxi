@@ -154,7 +154,7 @@ cdef size_t fill_rows(const Core* core, const Parents* of, SnapshotRow* rows) no
         return 0
     for block in range(core.blocks.num_blocks):
         holder = registry.primary(block)
-        if core.blocks.keys[block].space and not core.blocks.keys[block].space & LOOSE_FLAG:
+        if key_at(&core.blocks, block).space and not key_at(&core.blocks, block).space & LOOSE_FLAG:
             if is_first_holder(core, holder):
                 add_row(core, of, holder, &rows[count])
                 count += 1

@@ -18,10 +18,10 @@ cdef int head_run(Core* core, block_id_t* ids, size_t count) except -1:
         if i < batches.RING:
             batches.prefetch_keys(core, id)
     for i in range(count):
-        if core.blocks.states[ids[i]].ref_cnt > 0:
+        if state_at(&core.blocks, ids[i]).ref_cnt > 0:
             raise ContractError(
                 f"block {ids[i]} is in the free queue with ref_cnt "
-                f"{core.blocks.states[ids[i]].ref_cnt}"
+                f"{state_at(&core.blocks, ids[i]).ref_cnt}"
             )
     return 0
 
@@ -34,24 +34,31 @@ cdef void put_back(Core* core, const block_id_t* ids, size_t count) noexcept:
     for i in range(count):
         if free_queue.contains(&core.queue, ids[i]):
             continue
-        if core.blocks.states[ids[i]].ref_cnt > 1:
-            core.blocks.states[ids[i]].ref_cnt -= 1
+        if state_at(&core.blocks, ids[i]).ref_cnt > 1:
+            state_at(&core.blocks, ids[i]).ref_cnt -= 1
             continue
-        core.blocks.states[ids[i]].ref_cnt = 0
+        state_at(&core.blocks, ids[i]).ref_cnt = 0
         free_queue.insert_after(&core.queue, place, ids[i])
         place = ids[i]
 
 
 cdef size_t evict_run(
-    Core* core, const block_id_t* ids, size_t count, RemovedRun removed, bint truthful
+    Core* core, const block_id_t* ids, size_t count, size_t asked, RemovedRun removed,
+    bint truthful,
 ) noexcept:
     # All keys of the blocks leave; each is appended to `removed`, if that is not None, which
-    # has room. Returns how many blocks the table knew.
+    # has room. The keys of the first `asked` blocks are on their way. Returns how many blocks
+    # the table knew.
     cdef batches.Evictions batch
     cdef space_t space
     cdef size_t i, evicted = 0
-    if core.blocks.keys == NULL:
+    if core.num_spaces == 0:
         return 0
+    if removed is None and batches.is_plain(core):
+        if core.blocks.stride == 32:
+            return batches.evict_plain(core, ids, count, asked, 32)
+        if core.blocks.stride == 16:
+            return batches.evict_plain(core, ids, count, asked, 16)
     batch.ids = ids
     batch.count = count
     for i in range(count):
@@ -62,7 +69,7 @@ cdef size_t evict_run(
             evicted += registry.drop_keys(core, ids[i]) != 0
             continue
         if removed is not None:
-            space = core.blocks.keys[ids[i]].space
+            space = key_at(&core.blocks, ids[i]).space
             append_removed(
                 removed, &core.spaces[space & SPACE_MASK], digest_slot(&core.blocks, ids[i])
             )
@@ -71,15 +78,21 @@ cdef size_t evict_run(
     return evicted
 
 
+cdef inline void prefetch_state(const Core* core, block_id_t id) noexcept:
+    # Most are in one line.
+    prefetch_write(state_at(&core.blocks, id))
+    prefetch_write(&state_at(&core.blocks, id).ref_cnt)
+
+
 cdef int check_touch(Core* core, const block_id_t* ids, size_t count) except -1:
     cdef size_t i
     cdef block_id_t id
     cdef int32_t held
     for i in range(min(AHEAD, count)):
-        prefetch_write(&core.blocks.states[ids[i]])
+        prefetch_state(core, ids[i])
     for i in range(count):
         if i + AHEAD < count:
-            prefetch_write(&core.blocks.states[ids[i + AHEAD]])
+            prefetch_state(core, ids[i + AHEAD])
         id = ids[i]
         if id == NULL_BLOCK:
             continue
@@ -98,9 +111,9 @@ cdef int check_touch(Core* core, const block_id_t* ids, size_t count) except -1:
 cdef inline void count_null(Core* core, int32_t step) noexcept:
     # The null block's count means nothing, and whoever frees more of it than it took is right to:
     # at its ends it stays.
-    cdef int64_t count = <int64_t>core.blocks.states[NULL_BLOCK].ref_cnt + step
+    cdef int64_t count = <int64_t>state_at(&core.blocks, NULL_BLOCK).ref_cnt + step
     if -<int64_t>MAX_REF_CNT <= count <= MAX_REF_CNT:
-        core.blocks.states[NULL_BLOCK].ref_cnt = <int32_t>count
+        state_at(&core.blocks, NULL_BLOCK).ref_cnt = <int32_t>count
 
 
 cdef void commit_touch(Core* core, const block_id_t* ids, size_t count) noexcept:
@@ -109,17 +122,17 @@ cdef void commit_touch(Core* core, const block_id_t* ids, size_t count) noexcept
     cdef BlockState state
     for i in range(count):
         if i + AHEAD < count:
-            state = core.blocks.states[ids[i + AHEAD]]
+            state = state_at(&core.blocks, ids[i + AHEAD])[0]
             if state.next != NOT_QUEUED:
-                prefetch_write(&core.blocks.states[state.prev])
-                prefetch_write(&core.blocks.states[state.next])
+                prefetch_write(state_at(&core.blocks, state.prev))
+                prefetch_write(state_at(&core.blocks, state.next))
         id = ids[i]
         if id == NULL_BLOCK:
             count_null(core, 1)
             continue
         if registry.num_holders(core, id) == 0:
             free_queue.remove(&core.queue, id)
-        core.blocks.states[id].ref_cnt += 1
+        state_at(&core.blocks, id).ref_cnt += 1
 
 
 cdef inline void undo_release(Core* core, const block_id_t* ids, size_t count) noexcept:
@@ -131,13 +144,13 @@ cdef inline void undo_release(Core* core, const block_id_t* ids, size_t count) n
             continue
         if free_queue.contains(&core.queue, ids[i]):
             free_queue.remove(&core.queue, ids[i])
-        core.blocks.states[ids[i]].ref_cnt += 1
+        state_at(&core.blocks, ids[i]).ref_cnt += 1
 
 
 cdef inline void prefetch_release(const Core* core, block_id_t id) noexcept:
-    prefetch_write(&core.blocks.states[id])
+    prefetch_write(state_at(&core.blocks, id))
     if core.blocks.keys != NULL:
-        prefetch(&core.blocks.keys[id])
+        prefetch(&key_at(&core.blocks, id).space)
 
 
 cdef int release_run(
@@ -159,7 +172,7 @@ cdef int release_run(
         if id == NULL_BLOCK:
             count_null(core, -1)
             continue
-        held = core.blocks.states[id].ref_cnt
+        held = state_at(&core.blocks, id).ref_cnt
         if held <= 0 or free_queue.contains(&core.queue, id):
             undo_release(core, ids, i)
             held = registry.num_holders(core, id)
@@ -169,7 +182,7 @@ cdef int release_run(
                 f"block {id} at position {i} is freed more often than it is held: "
                 f"its ref_cnt is {held}"
             )
-        core.blocks.states[id].ref_cnt = held - 1
+        state_at(&core.blocks, id).ref_cnt = held - 1
         if held > 1:
             continue
         if all_last or (hashed_last and registry.has_primary(core, id)):
@@ -195,8 +208,8 @@ cdef int64_t check_new_keys(
         if not registry.has_primary(core, ids[i]):
             continue
         found += 1
-        held = core.blocks.keys[ids[i]].num_tokens
-        if core.blocks.keys[ids[i]].space & NO_TOKENS_FLAG:
+        held = key_at(&core.blocks, ids[i]).num_tokens
+        if key_at(&core.blocks, ids[i]).space & NO_TOKENS_FLAG:
             raise ContractError(f"block {ids[i]} has a key of unknown length")
         if held >= num_tokens[i]:
             raise ContractError(
@@ -212,7 +225,7 @@ cdef size_t count_extra(Core* core, const block_id_t* ids, size_t count) noexcep
     if core.index.heads == NULL or core.blocks.keys == NULL:
         return 0
     for i in range(count):
-        found += core.index.heads[ids[i]] != 0 and core.blocks.keys[ids[i]].space == 0
+        found += core.index.heads[ids[i]] != 0 and key_at(&core.blocks, ids[i]).space == 0
     return found
 
 

@@ -32,9 +32,8 @@ cdef enum:
     SHARED = 0xC0000000         # a key that several blocks hold; index = shared key
 
 
-# What allocation touches of a block: less than a quarter of a cache line, so one read brings
-# it all. Links are written by free_queue.pxd alone.
-cdef struct BlockState:
+# What allocation touches of a block. Links are written by free_queue.pxd alone.
+cdef packed struct BlockState:
     block_id_t prev         # neighbours in the free queue, NOT_QUEUED outside of it
     block_id_t next
     # Outside of the free queue: holders (of the null block it means nothing). Inside nobody

@@ -76,7 +76,7 @@ class PoolFreeQueue(FreeKVCacheBlockQueue):
             seen.add(buffer.ids[i])
         # Only now: `blocks` may have been an iterator that took blocks out itself.
         if at_end:
-            place = pool.core.blocks.states[place].prev
+            place = state_at(&pool.core.blocks, place).prev
         for i in range(buffer.count):
             free_queue.insert_after(&pool.core.queue, place, buffer.ids[i])
             place = buffer.ids[i]
@@ -164,7 +164,7 @@ class PoolHashMap(BlockHashToBlockMap):
         pool.log_departure(holder, removed)
         if holder.extra == NO_RECORD:
             registry.unlink(&pool.core, holder)
-            pool.core.blocks.keys[id].space |= LOOSE_FLAG
+            key_at(&pool.core.blocks, id).space |= LOOSE_FLAG
         else:
             registry.drop_extra(&pool.core, holder)
         pool.emit_removed(removed, False)

@@ -12,6 +12,7 @@ of vLLM 0.32.0's ``KVCacheManager``, so block ids, copies and order of eviction 
 """
 cimport cython
 from cpool.core cimport free_queue, guess, registry, reverse_index
+from cpool.core.blocks cimport state_at
 from cpool.core.guess cimport Guess
 from cpool.core.pool cimport BlockPool, HashBatch, IdBuffer, check_items, read_hashes
 from cpool.core.registry cimport Core, Holder

@@ -87,7 +87,7 @@ cdef class PrefixMatch:
                 id = self.rows[g][self.num_blocks(g) - 1]
                 tails.append(PartialTail(
                     g, id, self.num_tokens % self.cache.kinds[g].block_size,
-                    max(0, self.cache.pool.core.blocks.states[id].ref_cnt),
+                    max(0, state_at(&self.cache.pool.core.blocks, id).ref_cnt),
                 ))
         return tuple(tails)
 

@@ -109,8 +109,8 @@ cdef inline size_t num_unheld(const Core* core, const block_id_t* ids, size_t co
     cdef size_t i, found = 0
     for i in range(count):
         if i + AHEAD < count:
-            prefetch(&core.blocks.states[ids[i + AHEAD]].ref_cnt)
-        found += ids[i] != 0 and core.blocks.states[ids[i]].ref_cnt <= 0
+            prefetch(&state_at(&core.blocks, ids[i + AHEAD]).ref_cnt)
+        found += ids[i] != 0 and state_at(&core.blocks, ids[i]).ref_cnt <= 0
     return found
 
 
@@ -287,7 +287,7 @@ cdef Request admit(
             # The shared tail keeps its holder until the copy ran; the copy has two.
             row.num_cached = row.count - 1
             cache.copies.push(g, row.ids[row.count - 1], fresh.ids[placed])
-            core.blocks.states[fresh.ids[placed]].ref_cnt += 1
+            state_at(&core.blocks, fresh.ids[placed]).ref_cnt += 1
             row.ids[row.count - 1] = fresh.ids[placed]
             placed += 1
         placed += put_new(row, &cache.kinds[g], need, num_tokens, fresh.ids + placed)
@@ -321,7 +321,7 @@ cdef int save_state(PrefixCache cache, Row* row, uint32_t g, block_id_t target) 
     cdef block_id_t source = row.ids[row.tail]
     cache.pool.move_run(source, target)
     cache.copies.push(g, source, target)
-    cache.pool.core.blocks.states[source].ref_cnt += 1
+    state_at(&cache.pool.core.blocks, source).ref_cnt += 1
     row.tail = -1
     return 0
 
