@@ -23,6 +23,10 @@ GOALS = {
     "evict": (20, 8),
     "register_partial_again": (20, 8),
 }
+# operation -> times the floor measured beside it, at most. At a million blocks.
+FLOOR_GOALS = dict.fromkeys(["find_sequential", "find_random", "find_prefix_cold"], 2) | (
+    dict.fromkeys(["register_fresh", "register_aged"], 2)
+)
 WARM_PREFIX_GOAL_NS = 1000 / 60  # 60 million blocks a second
 
 

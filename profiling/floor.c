@@ -2,7 +2,8 @@
  *
  * What the memory system allows here, in ns an element, for one size of pool.
  *
- *     floor NUM_BLOCKS WIDTH      WIDTH: bytes of a key, a multiple of 8
+ *     floor NUM_BLOCKS WIDTH          WIDTH: bytes of a key, a multiple of 8
+ *     floor NUM_BLOCKS WIDTH turns    a figure for each line of stdin, which names it
  *
  * Prints one JSON object with "small_pages" and "huge_pages", each with
  *
@@ -10,16 +11,17 @@
  *     read_batch       64 addresses known at once, prefetched: throughput
  *     probe            look-up of a known key, alone: cell of a 70 % full table, then the key
  *     probe_batch      the same for 64 keys at once, cells and keys prefetched
- *     insert_batch     keys into an empty table that gets 70 % full, the key copied to a
- *                      random slot, 64 at once
+ *     insert_batch     keys into a table that gets 70 % full, the key copied to a random slot,
+ *                      64 at once
  *     unlink_batch     12-byte nodes out of a doubly linked ring in random order, 64 at once
  *     evict_batch      a block's node is written, its key read, and the key's cell marked as
  *                      given up; blocks in random order, 64 at once
  *
- * Every look-up compares whole keys and its answer is checked. Times are CPU time.
+ * each the least of REPEATS samples of 65,536 blocks (or half of all), before each of which the
+ * caches are flushed. Every look-up compares whole keys and its answer is checked. Times are CPU
+ * time.
  */
 #define _GNU_SOURCE
-#include <inttypes.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -29,13 +31,24 @@
 
 #define GIVEN_UP UINT32_MAX /* in a cell's lower half: searches go on */
 
-enum { BATCH = 64, HUGE_PAGE = 2 << 20, MAX_STEPS = 4000000, MIN_STEPS = 200000 };
+enum { BATCH = 64, HUGE_PAGE = 2 << 20, SAMPLE = 65536, REPEATS = 7, FLUSH_BYTES = 64 << 20 };
 
 typedef struct { uint32_t prev, next, count; } Node;
 
-static uint32_t num_blocks, width;
+static uint32_t num_blocks, width, sample;
 static uint64_t num_cells;
 static uint64_t random_state = 88172645463325252ull;
+
+/* All of one kind of pages. */
+static uint8_t *slots;  /* a key for each block */
+static uint64_t *cells;
+static Node *nodes;
+static uint8_t *wanted; /* keys of a sample */
+static uint32_t *picked, *found;
+
+static uint8_t *keys;   /* of all blocks, and of a sample more */
+static uint32_t *order; /* block order[i] gets key i */
+static uint64_t *junk, ignored;
 
 static uint64_t random_word(void) {
     random_state ^= random_state << 13;
@@ -46,7 +59,7 @@ static uint64_t random_word(void) {
 
 static double now(void) {
     struct timespec t;
-    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
     return t.tv_sec * 1e9 + t.tv_nsec;
 }
 
@@ -103,24 +116,21 @@ static uint64_t following(uint64_t place) {
 }
 
 /* The first cell from `place` on that is empty or has the tag: most likely the key's. */
-static uint64_t likely_place(const uint64_t *cells, uint64_t place, uint64_t tag) {
+static uint64_t likely_place(uint64_t place, uint64_t tag) {
     while (cells[place] && cells[place] >> 32 != tag) place = following(place);
     return place;
 }
 
 /* The key's cell, or the empty one where it would go; the search starts at `place`. */
-static uint64_t place_of(const uint64_t *cells, const uint8_t *slots, const uint8_t *key,
-                         uint64_t place) {
+static uint64_t place_of(const uint8_t *key, uint64_t place) {
     uint64_t tag = cell_of(key, 0) >> 32;
-    while (cells[place = likely_place(cells, place, tag)] &&
+    while (cells[place = likely_place(place, tag)] &&
            !same(slots + (size_t)((uint32_t)cells[place] - 1) * width, key))
         place = following(place);
     return place;
 }
 
-static int64_t block_at(const uint64_t *cells, uint64_t place) {
-    return (int64_t)(uint32_t)cells[place] - 1;
-}
+static uint32_t block_at(uint64_t place) { return (uint32_t)cells[place] - 1; }
 
 static void check(int condition, const char *text) {
     if (!condition) {
@@ -129,176 +139,261 @@ static void check(int condition, const char *text) {
     }
 }
 
-static void measure(int huge, const uint8_t *keys, const uint32_t *order, size_t steps) {
-    uint8_t *slots = map((size_t)num_blocks * width, huge);
-    uint64_t *cells = map(num_cells * 8, huge);
-    Node *nodes = map((size_t)num_blocks * sizeof(Node), huge);
-    uint8_t *wanted = map(steps * width, huge);
-    int64_t *found = map(steps * 8, huge);
-    double start;
-
-    /* insert_batch: block order[i] gets key i. All blocks, */
-    start = now();
-    for (size_t first = 0; first < num_blocks; first += BATCH) {
-        size_t end = first + BATCH < num_blocks ? first + BATCH : num_blocks;
+/* Blocks order[from] to order[to] get their keys. */
+static void insert(size_t from, size_t to) {
+    for (size_t first = from; first < to; first += BATCH) {
+        size_t end = first + BATCH < to ? first + BATCH : to;
         for (size_t i = first; i < end; i++) {
             __builtin_prefetch(&cells[home(keys + i * width)], 1);
             __builtin_prefetch(slots + (size_t)order[i] * width, 1);
         }
         for (size_t i = first; i < end; i++) {
             const uint8_t *key = keys + i * width;
-            cells[place_of(cells, slots, key, home(key))] = cell_of(key, order[i]);
+            cells[place_of(key, home(key))] = cell_of(key, order[i]);
             memcpy(slots + (size_t)order[i] * width, key, width);
         }
     }
-    double insert_batch = (now() - start) / num_blocks;
+}
 
-    uint32_t *picked = malloc(steps * sizeof *picked);
-    check(picked != NULL, "out of memory");
-    for (size_t i = 0; i < steps; i++) {
-        picked[i] = random_word() % num_blocks;
-        memcpy(wanted + i * width, slots + (size_t)picked[i] * width, width);
+/* All but the last sample of blocks have their keys. */
+static void prepare(void) {
+    memset(cells, 0, num_cells * 8);
+    insert(0, num_blocks - sample);
+}
+
+/* The caches hold nothing of the pool, only what a caller has at hand: ids, and keys in memory of
+ * their own. */
+static void flush(void) {
+    for (size_t i = 0; i < FLUSH_BYTES / 8; i++) junk[i]++;
+    for (size_t i = num_blocks - sample; i < num_blocks; i++)
+        ignored += order[i] + keys[i * width] + picked[i - (num_blocks - sample)];
+}
+
+static void pick(void) {
+    flush();
+    for (uint32_t i = 0; i < sample; i++) {
+        size_t key = random_word() % num_blocks;
+        picked[i] = order[key];
+        memcpy(wanted + (size_t)i * width, keys + key * width, width);
     }
+}
 
-    /* read_dependent: what is read is part of the next address. */
+static void check_found(void) {
+    for (uint32_t i = 0; i < sample; i++) check(found[i] == picked[i], "found another block");
+}
+
+static double insert_batch(void) {
+    prepare();
+    flush();
+    double start = now();
+    insert(num_blocks - sample, num_blocks);
+    return now() - start;
+}
+
+static double read_dependent(void) {
     uint32_t at = 0;
-    start = now();
-    for (size_t i = 0; i < steps; i++) {
+    pick();
+    double start = now();
+    for (uint32_t i = 0; i < sample; i++) {
         uint64_t word;
         memcpy(&word, slots + (size_t)at * width, 8);
         at = (uint32_t)((picked[i] + (word & 1)) % num_blocks);
     }
-    double read_dependent = (now() - start) / steps;
+    ignored += at;
+    return now() - start;
+}
 
-    uint64_t sum = at;
-    start = now();
-    for (size_t first = 0; first + BATCH <= steps; first += BATCH) {
-        for (size_t i = first; i < first + BATCH; i++)
+static double read_batch(void) {
+    pick();
+    double start = now();
+    for (uint32_t first = 0; first + BATCH <= sample; first += BATCH) {
+        for (uint32_t i = first; i < first + BATCH; i++)
             __builtin_prefetch(slots + (size_t)picked[i] * width);
-        for (size_t i = first; i < first + BATCH; i++)
-            sum += *(uint64_t *)(slots + (size_t)picked[i] * width);
+        for (uint32_t i = first; i < first + BATCH; i++)
+            ignored += *(uint64_t *)(slots + (size_t)picked[i] * width);
     }
-    double read_batch = (now() - start) / steps;
+    return now() - start;
+}
 
-    start = now();
-    for (size_t i = 0; i < steps; i++)
-        found[i] = block_at(cells, place_of(cells, slots, wanted + i * width,
-                                            home(wanted + i * width)));
-    double probe = (now() - start) / steps;
-    for (size_t i = 0; i < steps; i++) check(found[i] == picked[i], "probe found another block");
+static double probe(void) {
+    pick();
+    double start = now();
+    for (uint32_t i = 0; i < sample; i++) {
+        const uint8_t *key = wanted + (size_t)i * width;
+        found[i] = block_at(place_of(key, home(key)));
+    }
+    double took = now() - start;
+    check_found();
+    return took;
+}
 
-    start = now();
-    for (size_t first = 0; first < steps; first += BATCH) {
-        size_t end = first + BATCH < steps ? first + BATCH : steps;
+static double probe_batch(void) {
+    pick();
+    double start = now();
+    for (uint32_t first = 0; first < sample; first += BATCH) {
+        uint32_t end = first + BATCH < sample ? first + BATCH : sample;
         uint64_t places[BATCH];
-        for (size_t i = first; i < end; i++) {
-            places[i - first] = home(wanted + i * width);
+        for (uint32_t i = first; i < end; i++) {
+            places[i - first] = home(wanted + (size_t)i * width);
             __builtin_prefetch(&cells[places[i - first]]);
         }
-        for (size_t i = first; i < end; i++) {
-            uint64_t tag = cell_of(wanted + i * width, 0) >> 32;
-            uint64_t place = likely_place(cells, places[i - first], tag);
+        for (uint32_t i = first; i < end; i++) {
+            uint64_t tag = cell_of(wanted + (size_t)i * width, 0) >> 32;
+            uint64_t place = likely_place(places[i - first], tag);
             places[i - first] = place;
-            if (cells[place])
-                __builtin_prefetch(slots + (size_t)block_at(cells, place) * width);
+            if (cells[place]) __builtin_prefetch(slots + (size_t)block_at(place) * width);
         }
-        for (size_t i = first; i < end; i++)
-            found[i] = block_at(cells, place_of(cells, slots, wanted + i * width,
-                                                places[i - first]));
+        for (uint32_t i = first; i < end; i++)
+            found[i] = block_at(place_of(wanted + (size_t)i * width, places[i - first]));
     }
-    double probe_batch = (now() - start) / steps;
-    for (size_t i = 0; i < steps; i++) check(found[i] == picked[i], "batch found another block");
+    double took = now() - start;
+    check_found();
+    return took;
+}
 
-    /* unlink_batch: the ring is in random order, node 0 stays. */
-    for (size_t i = 0; i < num_blocks; i++) {
-        uint32_t id = order[i], next = order[i + 1 == num_blocks ? 0 : i + 1];
-        nodes[id].next = next;
-        nodes[next].prev = id;
+static double unlink_batch(void) {
+    /* Node num_blocks is the ring's own. */
+    uint32_t last = num_blocks;
+    for (uint32_t i = 0; i <= num_blocks; i++) {
+        uint32_t id = i == num_blocks ? num_blocks : order[i];
+        nodes[last].next = id;
+        nodes[id].prev = last;
+        nodes[id].count = 0;
+        last = id;
     }
-    uint32_t *leaving = malloc(num_blocks * sizeof *leaving);
-    check(leaving != NULL, "out of memory");
-    size_t num_leaving = 0;
-    for (uint32_t id = 1; id < num_blocks; id++) leaving[num_leaving++] = id;
-    shuffle(leaving, num_leaving);
-    start = now();
-    for (size_t first = 0; first < num_leaving; first += BATCH) {
-        size_t end = first + BATCH < num_leaving ? first + BATCH : num_leaving;
-        for (size_t i = first; i < end; i++) __builtin_prefetch(&nodes[leaving[i]], 1);
-        for (size_t i = first; i < end; i++) {
-            __builtin_prefetch(&nodes[nodes[leaving[i]].prev], 1);
-            __builtin_prefetch(&nodes[nodes[leaving[i]].next], 1);
+    for (uint32_t i = 0, j = 0; i < sample; i++) {
+        /* Different ones. */
+        j += 1 + (uint32_t)(random_word() % (num_blocks / sample));
+        picked[i] = j % num_blocks;
+    }
+    shuffle(picked, sample);
+    flush();
+    double start = now();
+    for (uint32_t first = 0; first < sample; first += BATCH) {
+        uint32_t end = first + BATCH < sample ? first + BATCH : sample;
+        for (uint32_t i = first; i < end; i++) __builtin_prefetch(&nodes[picked[i]], 1);
+        for (uint32_t i = first; i < end; i++) {
+            __builtin_prefetch(&nodes[nodes[picked[i]].prev], 1);
+            __builtin_prefetch(&nodes[nodes[picked[i]].next], 1);
         }
-        for (size_t i = first; i < end; i++) {
-            Node *node = &nodes[leaving[i]];
+        for (uint32_t i = first; i < end; i++) {
+            Node *node = &nodes[picked[i]];
             nodes[node->prev].next = node->next;
             nodes[node->next].prev = node->prev;
             node->count++;
         }
     }
-    double unlink_batch = (now() - start) / num_leaving;
-    check(nodes[0].next == 0 && nodes[0].prev == 0, "the ring is not empty");
+    double took = now() - start;
+    uint32_t left = 0;
+    for (uint32_t id = nodes[num_blocks].next; id != num_blocks; id = nodes[id].next) left++;
+    check(left == num_blocks - sample, "the ring has other nodes");
+    return took;
+}
 
-    /* evict_batch: every block, as in an allocation that knows which ones it will get. */
-    start = now();
-    for (size_t first = 0; first < num_blocks; first += BATCH) {
-        size_t end = first + BATCH < num_blocks ? first + BATCH : num_blocks;
+/* As in an allocation that knows which blocks it will get. */
+static double evict_batch(void) {
+    prepare();
+    insert(num_blocks - sample, num_blocks);
+    flush();
+    double start = now();
+    for (uint32_t first = 0; first < sample; first += BATCH) {
+        uint32_t end = first + BATCH < sample ? first + BATCH : sample;
         uint64_t places[BATCH];
-        for (size_t i = first; i < end; i++) {
+        for (uint32_t i = first; i < end; i++) {
             __builtin_prefetch(&nodes[order[i]], 1);
             __builtin_prefetch(slots + (size_t)order[i] * width);
         }
-        for (size_t i = first; i < end; i++) {
+        for (uint32_t i = first; i < end; i++) {
             places[i - first] = home(slots + (size_t)order[i] * width);
             __builtin_prefetch(&cells[places[i - first]], 1);
         }
-        for (size_t i = first; i < end; i++) {
+        for (uint32_t i = first; i < end; i++) {
             uint64_t place = places[i - first];
             while ((uint32_t)cells[place] != order[i] + 1) place = following(place);
             cells[place] = GIVEN_UP;
             nodes[order[i]] = (Node){GIVEN_UP, GIVEN_UP, 1};
         }
     }
-    double evict_batch = (now() - start) / num_blocks;
+    double took = now() - start;
+    uint32_t left = 0;
     for (uint64_t place = 0; place < num_cells; place++)
-        check(!cells[place] || cells[place] == GIVEN_UP, "a key is left");
+        left += cells[place] && cells[place] != GIVEN_UP;
+    check(left == num_blocks - sample, "other keys are left");
+    /* The table as the look-ups want it. */
+    prepare();
+    insert(num_blocks - sample, num_blocks);
+    return took;
+}
 
-    printf("\"%s\": {\"read_dependent\": %.2f, \"read_batch\": %.2f, \"probe\": %.2f, "
-           "\"probe_batch\": %.2f, \"insert_batch\": %.2f, \"unlink_batch\": %.2f, "
-           "\"evict_batch\": %.2f, "
-           "\"ignore\": %" PRIu64 "}",
-           huge ? "huge_pages" : "small_pages", read_dependent, read_batch, probe, probe_batch,
-           insert_batch, unlink_batch, evict_batch, sum & 1);
-    free(picked);
-    free(leaving);
-    munmap(slots, (size_t)num_blocks * width);
-    munmap(cells, num_cells * 8);
-    munmap(nodes, (size_t)num_blocks * sizeof(Node));
-    munmap(wanted, steps * width);
-    munmap(found, steps * 8);
+static const struct { const char *name; double (*measure)(void); } FIGURES[] = {
+    /* The first one fills the table. */
+    {"insert_batch", insert_batch}, {"read_dependent", read_dependent},
+    {"read_batch", read_batch}, {"probe", probe}, {"probe_batch", probe_batch},
+    {"unlink_batch", unlink_batch}, {"evict_batch", evict_batch},
+};
+enum { NUM_FIGURES = sizeof FIGURES / sizeof *FIGURES };
+
+static void allocate(int huge) {
+    slots = map((size_t)num_blocks * width, huge);
+    cells = map(num_cells * 8, huge);
+    nodes = map(((size_t)num_blocks + 1) * sizeof(Node), huge);
+    wanted = map((size_t)sample * width, huge);
+    picked = map((size_t)sample * 4, huge);
+    found = map((size_t)sample * 4, huge);
+}
+
+static void measure_all(int huge) {
+    allocate(huge);
+    for (int f = 0; f < NUM_FIGURES; f++) {
+        double least = 0;
+        for (int i = 0; i < REPEATS; i++) {
+            double took = FIGURES[f].measure();
+            if (i == 0 || took < least) least = took;
+        }
+        printf("%s\"%s\": %.2f", f ? ", " : "", FIGURES[f].name, least / sample);
+    }
+}
+
+static void take_turns(void) {
+    char line[64];
+    allocate(1);
+    insert_batch();
+    while (fgets(line, sizeof line, stdin)) {
+        int f = 0;
+        line[strcspn(line, "\n")] = 0;
+        while (f < NUM_FIGURES && strcmp(line, FIGURES[f].name)) f++;
+        check(f < NUM_FIGURES, "no such figure");
+        printf("%.3f\n", FIGURES[f].measure() / sample);
+        fflush(stdout);
+    }
 }
 
 int main(int argc, char **argv) {
-    check(argc == 3, "usage: floor NUM_BLOCKS WIDTH");
+    check(argc == 3 || (argc == 4 && !strcmp(argv[3], "turns")),
+          "usage: floor NUM_BLOCKS WIDTH [turns]");
     num_blocks = (uint32_t)strtoul(argv[1], NULL, 10);
     width = (uint32_t)strtoul(argv[2], NULL, 10);
-    check(num_blocks > 1 && width >= 8 && width % 8 == 0, "bad size or width");
+    check(num_blocks > BATCH && width >= 8 && width % 8 == 0, "bad size or width");
     num_cells = (uint64_t)num_blocks * 10 / 7 + 2;
-    size_t steps = num_blocks < MIN_STEPS ? MIN_STEPS : num_blocks;
-    if (steps > MAX_STEPS) steps = MAX_STEPS;
+    sample = num_blocks / 2 < SAMPLE ? num_blocks / 2 : SAMPLE;
 
-    uint8_t *keys = map((size_t)num_blocks * width, 1);
-    uint32_t *order = malloc(num_blocks * sizeof *order);
-    check(order != NULL, "out of memory");
+    keys = map((size_t)num_blocks * width, 1);
+    order = map((size_t)num_blocks * 4, 1);
+    junk = map(FLUSH_BYTES, 1);
     for (size_t i = 0; i < (size_t)num_blocks * width; i += 8) {
         uint64_t word = random_word();
         memcpy(keys + i, &word, 8);
     }
     for (uint32_t i = 0; i < num_blocks; i++) order[i] = i;
     shuffle(order, num_blocks);
-    printf("{");
-    measure(0, keys, order, steps);
-    printf(", ");
-    measure(1, keys, order, steps);
-    printf("}\n");
+    if (argc == 4) {
+        take_turns();
+        return 0;
+    }
+    printf("{\"small_pages\": {");
+    measure_all(0);
+    printf("}, \"huge_pages\": {");
+    measure_all(1);
+    printf("}, \"ignore\": %d}\n", (int)(ignored & 1));
     return 0;
 }

@@ -3,13 +3,13 @@
 
 from profiling.cases import HASH_WIDTH
 from profiling.operations import OPERATIONS
-from profiling.report import NAMES, case_of, floor_of
+from profiling.report import NAMES, case_of
 
 PANELS = [
     "allocate_evicting_aged", "register_aged", "find_random", "find_missing",
     "find_prefix_cold", "touch", "free_shuffled", "evict",
 ]  # fmt: skip
-COLOURS = {"stock": "#d55e00", "handles": "#56b4e9", "ids": "#0072b2"}
+COLOURS = {"stock": "#d55e00", "handles": "#56b4e9", "ids": "#0072b2", "floor": "#666666"}
 
 
 def draw(results, folder):
@@ -33,9 +33,9 @@ def save(figure, folder, name):
 def draw_times(plt, results):
     figure, axes = plt.subplots(2, 4, figsize=(10, 5), sharex=True, layout="constrained")
     records = [r for r in results["times"] if case_of(r)[1:] == (HASH_WIDTH, 1)]
-    sizes = sorted({record["num_blocks"] for record in records})
     for axis, operation in zip(axes.flat, PANELS, strict=True):
-        for who, label in NAMES.items():
+        for who, label in {**NAMES, "floor": "bare C loop on this memory"}.items():
+            style = ":" if who == "floor" else "-"
             points = sorted(
                 (r["num_blocks"], r["median_ns"], r["low_ns"], r["high_ns"])
                 for r in records
@@ -43,15 +43,10 @@ def draw_times(plt, results):
             )
             if points:
                 x, middle, low, high = zip(*points, strict=True)
-                axis.plot(x, middle, marker="o", markersize=3, color=COLOURS[who], label=label)
+                axis.plot(
+                    x, middle, style, marker="o", markersize=3, color=COLOURS[who], label=label
+                )
                 axis.fill_between(x, low, high, color=COLOURS[who], alpha=0.2, linewidth=0)
-        floors = [(size, floor_of(results, operation, size, HASH_WIDTH)) for size in sizes]
-        floors = [point for point in floors if point[1] is not None]
-        if floors:
-            axis.plot(
-                *zip(*floors, strict=True), linestyle=":", color="#666666",
-                label="bare C loop on this memory",
-            )  # fmt: skip
         axis.set_xscale("log")
         axis.set_yscale("log")
         axis.set_title(OPERATIONS[operation][0], fontsize=9)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Results as Markdown tables."""
 
-from profiling.cases import GOALS, HASH_WIDTH, MILLION, WARM_PREFIX_GOAL_NS
-from profiling.floor import FLOOR_OF
+from profiling.cases import FLOOR_GOALS, GOALS, HASH_WIDTH, MILLION, WARM_PREFIX_GOAL_NS
 from profiling.operations import OPERATIONS
 
 NAMES = {"stock": "stock vLLM", "handles": "cpool, vLLM's methods", "ids": "cpool, block ids"}
@@ -59,13 +58,14 @@ def with_spread(record):
     return f"{number(record['median_ns'])} ({number(record['low_ns'])}-{number(record['high_ns'])})"
 
 
-def floor_of(results, operation, num_blocks, width):
-    for record in results["floor"]:
-        if (record["num_blocks"], record["hash_width"], record["pages"]) == (
-            num_blocks, width, "huge_pages",
-        ):  # fmt: skip
-            return record.get(FLOOR_OF.get(operation))
-    return None
+def above_floor(ours, floor, goal):
+    if ours is None or floor is None:
+        return ""
+    value = ours["median_ns"] / floor["median_ns"]
+    text = f"{value:.1f}x"
+    if goal is not None:
+        text += f" (goal {goal}x" + (")" if value <= goal else ", **missed**)")
+    return text
 
 
 def ratio(stock, ours, goal):
@@ -88,6 +88,7 @@ def time_table(results, case):
     rows = []
     for name, (title, _) in OPERATIONS.items():
         stock, handles, ids = (records.get((who, name)) for who in ("stock", "handles", "ids"))
+        floor = records.get(("floor", name))
         if not (stock or handles or ids):
             continue
         goal, handles_goal = GOALS.get(name, (None, None)) if num_blocks == MILLION else (None,) * 2
@@ -98,9 +99,9 @@ def time_table(results, case):
         rows.append(
             [
                 title,
-                with_spread(stock), with_spread(handles), with_spread(ids),
-                number(floor_of(results, name, num_blocks, width)),
+                with_spread(stock), with_spread(handles), with_spread(ids), with_spread(floor),
                 faster,
+                above_floor(ids, floor, FLOOR_GOALS.get(name) if num_blocks == MILLION else None),
                 ratio(stock, handles, handles_goal),
             ]
         )  # fmt: skip
@@ -109,10 +110,18 @@ def time_table(results, case):
         f"key{'' if keys == 1 else 's'} a block",
         "",
         "ns a block: median and middle half of the rounds. The floor is what a bare C loop with "
-        "huge pages needs for the least of that work.",
+        "huge pages needs for the least of that work, in turns with the others "
+        "(profiling/floor.c).",
         "",
         *table(
-            ["operation", *NAMES.values(), "floor", "ids / stock", "methods / stock"],
+            [
+                "operation",
+                *NAMES.values(),
+                "floor",
+                "stock / ids",
+                "ids / floor",
+                "stock / methods",
+            ],
             rows,
         ),
     ]

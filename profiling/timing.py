@@ -3,6 +3,7 @@
 
 import statistics
 
+from profiling.floor import FloorInTurns, compiled
 from profiling.operations import OPERATIONS, SETUPS, phases, sample_size
 from profiling.pair import ask_all
 
@@ -12,7 +13,7 @@ class Disagreement(AssertionError):
 
 
 def run_session(drivers, case, say):
-    """Walk all implementations through one session.
+    """Walk all implementations through one session, and what bounds them: "floor" (see `floor`).
 
     Args:
         drivers: Workers, in the order of their turns.
@@ -29,18 +30,11 @@ def run_session(drivers, case, say):
     }
     session["sample_blocks"] = sample_size(case["num_blocks"], rounds, case["sample_blocks"])
     ask_all(drivers, do="begin", session=session)
-    samples = {}
-    for names, repeats in phases(rounds, case["construct_rounds"], case["keys_per_block"]):
-        say(", ".join(names))
-        for _ in range(repeats):
-            for name in names:
-                answers = take_turns(drivers, name)
-                if len({answer.get("checksum") for answer in answers}) != 1:
-                    raise Disagreement(f"{name}: the implementations chose different blocks")
-                if name in OPERATIONS:
-                    for driver, answer in zip(drivers, answers, strict=True):
-                        nanoseconds = answer["seconds"] / answer["units"] * 1e9
-                        samples.setdefault((driver.implementation, name), []).append(nanoseconds)
+    with compiled() as program:
+        floor = FloorInTurns(program, case["num_blocks"], case["hash_width"]) if program else None
+        samples = take_samples(drivers, floor, case, say)
+        if floor:
+            floor.close()
     for driver in drivers:
         driver.end_session()
     return [
@@ -54,6 +48,27 @@ def run_session(drivers, case, say):
         }
         for (implementation, name), values in samples.items()
     ]
+
+
+def take_samples(drivers, floor, case, say):
+    """(implementation, operation) -> ns a block of each round."""
+    samples = {}
+    rounds = case["rounds"]
+    for names, repeats in phases(rounds, case["construct_rounds"], case["keys_per_block"]):
+        say(", ".join(names))
+        for _ in range(repeats):
+            for name in names:
+                answers = take_turns(drivers, name)
+                if len({answer.get("checksum") for answer in answers}) != 1:
+                    raise Disagreement(f"{name}: the implementations chose different blocks")
+                if name in OPERATIONS:
+                    for driver, answer in zip(drivers, answers, strict=True):
+                        nanoseconds = answer["seconds"] / answer["units"] * 1e9
+                        samples.setdefault((driver.implementation, name), []).append(nanoseconds)
+                nanoseconds = floor.measure(name) if floor else None
+                if nanoseconds is not None:
+                    samples.setdefault(("floor", name), []).append(nanoseconds)
+    return samples
 
 
 def take_turns(drivers, name):
