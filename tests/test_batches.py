@@ -137,27 +137,33 @@ def test_blocks_that_a_request_does_not_have(events):
 
 @pytest.mark.parametrize("width", [32, 16, 20])
 @pytest.mark.parametrize("evict", ["evict_ids", "get_new_block_ids"])
-def test_holders_of_one_key_leave_in_one_call(evict, width):
-    # The last of them has the key alone by the time of its turn.
+@pytest.mark.parametrize("num_holders", [2, 3, 70])
+def test_holders_of_one_key_leave_in_one_call(num_holders, evict, width):
+    # The last of them has the key alone by the time of its turn. The table is so full that keys
+    # have to pass lines: whoever counts back in the wrong ones is found out.
     rng = np.random.default_rng(width)
-    for num_holders in (2, 3, 70):
-        pool = cpool.BlockPool(8 * 70 + 1, True, SIZE)
-        rows = rng.integers(0, 256, (8, width), dtype=np.uint8)
-        ids = pool.get_new_block_ids(8 * num_holders)
-        for part in ids.reshape(num_holders, 8):
-            pool.cache_full_ids(part, rows, 0, SIZE)
-        first = ids[:8]
-        leaving = rng.permutation(ids.reshape(num_holders, 8)[:, :5].ravel())
-        if evict == "evict_ids":
-            assert pool.evict_ids(leaving) == len(leaving)
-        else:
-            pool.get_new_block_ids(pool.get_num_free_blocks())
-            pool.free_ids(leaving)
-            pool.get_new_block_ids(len(leaving))
-        pool.check_consistency()
-        assert pool.find_ids(rows, 0).tolist() == [-1] * 5 + first[5:].tolist()
-        assert pool.num_registrations == 3 * num_holders
-        assert pool.num_cached_keys == 3
+    num_shared = 700 // num_holders
+    num_own = 1300
+    pool = cpool.BlockPool(num_shared * num_holders + num_own + 1, True, SIZE)
+    rows = rng.integers(0, 256, (num_shared + num_own, width), dtype=np.uint8)
+    ids = pool.get_new_block_ids(pool.num_gpu_blocks - 1)
+    own, ids = ids[:num_own], ids[num_own:].reshape(num_holders, num_shared)
+    pool.cache_full_ids(own, rows[num_shared:], 0, SIZE)
+    for part in ids:
+        pool.cache_full_ids(part, rows[:num_shared], 0, SIZE)
+    assert pool.table_stats()["mean_miss"] > 0
+    stays = num_shared // 2
+    leaving = rng.permutation(ids[:, stays:].ravel())
+    if evict == "evict_ids":
+        assert pool.evict_ids(leaving) == len(leaving)
+    else:
+        pool.free_ids(leaving)
+        assert pool.get_new_block_ids(len(leaving)).tolist() == leaving.tolist()
+    pool.check_consistency()
+    expected = [*ids[0, :stays].tolist(), *[-1] * (num_shared - stays), *own.tolist()]
+    assert pool.find_ids(rows, 0).tolist() == expected
+    assert pool.num_registrations == stays * num_holders + num_own
+    assert pool.num_cached_keys == stays + num_own
 
 
 @pytest.mark.parametrize("width", [32, 16, 20])

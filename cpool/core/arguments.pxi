@@ -354,7 +354,7 @@ cdef TokenBuffer read_boundaries(object num_tokens, size_t count, uint32_t hash_
         raise ContractError(f"num_tokens has shape {array.shape}; there are {count} blocks")
     values = <const int64_t*>numpy.PyArray_DATA(<numpy.ndarray>array)
     for i in range(count):
-        if not 1 <= values[i] <= MAX_NUM_TOKENS or values[i] % hash_block_size:
+        if not 1 <= values[i] <= MAX_NUM_TOKENS or <uint32_t>values[i] % hash_block_size:
             raise ContractError(
                 f"num_tokens is {values[i]} at position {i}; it must be a multiple of "
                 f"hash_block_size {hash_block_size} from 1 to {<uint32_t>MAX_NUM_TOKENS}"
