@@ -156,6 +156,42 @@ cdef inline bint is_plain(const Core* core) noexcept:
     )
 
 
+cdef struct Begun:
+    # The first stage of a look-up: rows before `hashed` have passed it.
+    hash_t hashes[RING]
+    size_t hashed
+
+
+cdef inline void begin(
+    const Core* core, const uint8_t* digests, size_t row_bytes, size_t count, space_t space,
+    Begun* begun,
+) noexcept:
+    # What find_begun() reads first is on its way, while its caller does something else.
+    cdef uint32_t width = core.spaces[space].width
+    begun.hashed = 0
+    if row_bytes > 64:
+        return
+    count = min(count, <size_t>RING)
+    if width == 32 and is_plain(core):
+        hash_rows(True, core, digests, row_bytes, count, space, 32, begun)
+    else:
+        hash_rows(False, core, digests, row_bytes, count, space, width, begun)
+
+
+cdef inline void hash_rows(
+    bint plain, const Core* core, const uint8_t* digests, size_t row_bytes, size_t stop,
+    space_t space, uint32_t width, Begun* begun,
+) noexcept:
+    cdef hash_t salt = core.spaces[space].salt
+    cdef hash_t hash
+    cdef size_t row
+    for row in range(begun.hashed, stop):
+        hash = hash_key(digests + row * row_bytes, width, salt, core.seed)
+        begun.hashes[row % RING] = hash
+        cells.prefetch(cells_as(plain, core, hash), hash)
+    begun.hashed = max(begun.hashed, stop)
+
+
 cdef inline size_t find_batch(
     const Core* core, const uint8_t* digests, size_t row_bytes, size_t count, space_t space,
     uint32_t multiple_of, bint stop_at_miss, block_id_t* found,
@@ -163,29 +199,41 @@ cdef inline size_t find_batch(
     # found[i] = first holder of row i, or NO_BLOCK; returns how many rows were answered: all,
     # or with `stop_at_miss` those before the first that nobody holds. The space exists, and
     # so does the table.
-    cdef uint32_t width = core.spaces[space].width
-    if width == 32 and multiple_of == 0 and is_plain(core):
-        return find_batch_as(
-            True, core, digests, row_bytes, count, space, 32, 0, stop_at_miss, found
-        )
-    if width == 16 and multiple_of == 0 and is_plain(core):
-        return find_batch_as(
-            True, core, digests, row_bytes, count, space, 16, 0, stop_at_miss, found
-        )
-    return find_batch_as(
-        False, core, digests, row_bytes, count, space, width, multiple_of, stop_at_miss, found
+    cdef Begun begun
+    begun.hashed = 0
+    return find_begun(
+        core, digests, row_bytes, count, space, multiple_of, stop_at_miss, found, &begun
     )
 
 
-cdef inline size_t find_batch_as(
+cdef inline size_t find_begun(
+    const Core* core, const uint8_t* digests, size_t row_bytes, size_t count, space_t space,
+    uint32_t multiple_of, bint stop_at_miss, block_id_t* found, Begun* begun,
+) noexcept:
+    # As find_batch(), after begin().
+    cdef uint32_t width = core.spaces[space].width
+    if width == 32 and multiple_of == 0 and is_plain(core):
+        return find_as(
+            True, core, digests, row_bytes, count, space, 32, 0, stop_at_miss, found, begun
+        )
+    if width == 16 and multiple_of == 0 and is_plain(core):
+        return find_as(
+            True, core, digests, row_bytes, count, space, 16, 0, stop_at_miss, found, begun
+        )
+    return find_as(
+        False, core, digests, row_bytes, count, space, width, multiple_of, stop_at_miss, found,
+        begun,
+    )
+
+
+cdef inline size_t find_as(
     bint plain, const Core* core, const uint8_t* digests, size_t row_bytes, size_t count,
     space_t space, uint32_t width, uint32_t multiple_of, bint stop_at_miss, block_id_t* found,
+    Begun* begun,
 ) noexcept:
-    # find_batch(), compiled once for each kind of pool: there `plain` and `width` are constants.
-    cdef hash_t hashes[RING]
+    # find_begun(), compiled once for each kind of pool: there `plain` and `width` are constants.
     cdef ref_t refs[RING]
-    cdef size_t hashed = 0      # rows before it have passed the first stage
-    cdef size_t sought = 0      # ... and the second
+    cdef size_t sought = 0      # rows before it have passed the second stage
     cdef size_t asked = 0       # ... have been asked for themselves, where they lie far apart
     cdef size_t row = 0
     cdef size_t stop
@@ -193,22 +241,18 @@ cdef inline size_t find_batch_as(
     cdef hash_t hash
     cdef block_id_t id
     cdef ref_t ref
-    cdef hash_t salt = core.spaces[space].salt
     key.space = space
     while row < count:
         stop = min(count, row + 4 * IN_FLIGHT)
         while row_bytes > 64 and asked < stop:
             prefetch(digests + asked * row_bytes)
             asked += 1
-        stop = min(count, row + 4 * IN_FLIGHT)
-        while hashed < stop:
-            hash = hash_key(digests + hashed * row_bytes, width, salt, core.seed)
-            hashes[hashed % RING] = hash
-            cells.prefetch(cells_as(plain, core, hash), hash)
-            hashed += 1
+        hash_rows(
+            plain, core, digests, row_bytes, min(count, row + 4 * IN_FLIGHT), space, width, begun
+        )
         stop = min(count, row + 3 * IN_FLIGHT)
         while sought < stop:
-            hash = hashes[sought % RING]
+            hash = begun.hashes[sought % RING]
             ref = cells.glance(cells_as(plain, core, hash), hash)
             if plain:
                 # Wherever that is: most refs are PRIMARY.
@@ -235,14 +279,14 @@ cdef inline size_t find_batch_as(
             elif ref == cells.ABSENT:
                 id = NO_BLOCK
             else:
-                id = find_whole(core, &key, hashes[row % RING], multiple_of)
+                id = find_whole(core, &key, begun.hashes[row % RING], multiple_of)
             if id == NO_BLOCK and stop_at_miss:
                 return row
             found[row] = id
             row += 1
         if row < count and row > STEADY and lie_in_order(found + row - 1):
             row = follow(core, digests, row_bytes, row, count, space, multiple_of, found)
-            hashed = max(hashed, row)
+            begun.hashed = max(begun.hashed, row)
             sought = max(sought, row)
     return count
 
@@ -445,6 +489,14 @@ cdef inline void prefetch_keys(const Core* core, block_id_t block) noexcept:
         prefetch(blocks.digest_slot(&core.blocks, block))
         if core.index.heads != NULL:
             prefetch_write(&core.index.heads[block])
+
+
+cdef inline void prefetch_first(const Core* core, const block_id_t* ids, size_t count) noexcept:
+    # What a registration reads and writes of its first blocks, while its caller does other things.
+    cdef size_t i
+    if core.blocks.keys != NULL:
+        for i in range(min(count, <size_t>RING)):
+            prefetch_write(&key_at(&core.blocks, ids[i]).space)
 
 
 cdef inline void fetch_keys(Core* core, Evictions* batch, size_t i) noexcept:

@@ -141,6 +141,7 @@ cdef class _PoolAllocation(_PoolLookup):
         """
         cdef int64_t count = read_count(n, "num_blocks", 0, (1 << 62))
         self.check_available(count)
+        free_queue.prefetch_near(&self.core.queue, count)
         result = new_array(count, numpy.NPY_UINT32)
         if count:
             self.allocate(<block_id_t*>data_of(result), count, True)

@@ -203,6 +203,7 @@ cdef class _PoolLookup(_PoolEvents):
 
     cdef object find_rows(self, object hashes, object group, uint32_t multiple_of, bint prefix):
         cdef HashBatch batch = read_hashes(hashes, -1, self.hash_width)
+        cdef batches.Begun begun
         cdef uint32_t group_id = read_group(group)
         cdef size_t count = batch.count
         cdef space_t space
@@ -217,6 +218,8 @@ cdef class _PoolLookup(_PoolEvents):
             found = new_array(count, numpy.NPY_INT64)
             found.fill(-1)
             return found
+        if not prefix:
+            batches.begin(&self.core, batch.rows, batch.row_bytes, count, space, &begun)
         found = new_array(count, numpy.NPY_UINT32 if prefix else numpy.NPY_INT64)
         ids = <block_id_t*>data_of(found)
         if prefix:
@@ -225,8 +228,8 @@ cdef class _PoolLookup(_PoolEvents):
         # The ids come in the upper half of the answers, which are then written from below.
         answers = <int64_t*>ids
         ids += count
-        batches.find_batch(
-            &self.core, batch.rows, batch.row_bytes, count, space, multiple_of, False, ids
+        batches.find_begun(
+            &self.core, batch.rows, batch.row_bytes, count, space, multiple_of, False, ids, &begun
         )
         for i in range(count):
             answers[i] = <int32_t>ids[i]    # of NO_BLOCK that is -1

@@ -274,6 +274,7 @@ cdef class _PoolRegistration(_PoolAllocation):
         cdef TokenBuffer ends
         cdef BatchSource source = None
         cdef size_t i
+        batches.prefetch_first(&self.core, batch.ids, batch.count)
         if self.enable_kv_cache_events or not is_inert(hashes):
             copy_ids(batch)     # what follows may run the caller's code
         rows = read_hashes(hashes, batch.count, self.hash_width)
