@@ -143,7 +143,7 @@ def test_holders_of_one_key_leave_in_one_call(num_holders, evict, width):
     # have to pass lines: whoever counts back in the wrong ones is found out.
     rng = np.random.default_rng(width)
     num_shared = 700 // num_holders
-    num_own = 1300
+    num_own = 6000
     pool = cpool.BlockPool(num_shared * num_holders + num_own + 1, True, SIZE)
     rows = rng.integers(0, 256, (num_shared + num_own, width), dtype=np.uint8)
     ids = pool.get_new_block_ids(pool.num_gpu_blocks - 1)
