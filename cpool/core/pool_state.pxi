@@ -380,7 +380,8 @@ cdef class _PoolState:
         Fields ``prev`` and ``next`` (uint32) are the neighbours in the free queue, 2**32 - 1
         for both outside of it; ``ref_cnt`` (int32) counts holders outside of the queue, and is
         0 or a negative note of the queue's inside. The last row is the queue's end: its
-        ``next`` is the head, its ``prev`` the tail.
+        ``next`` is the head, its ``prev`` the tail. With caching the rows are 18 bytes apart, so
+        that the fields are not aligned: DLPack and memoryview want a copy (``.copy()``).
         """
         return view_column(
             self, self.core.blocks.states, <size_t>self.core.blocks.num_blocks + 1,
@@ -392,7 +393,7 @@ cdef class _PoolState:
         """(num_gpu_blocks,) int32, read-only view, zero-copy: holders of each block.
 
         0 or below means free: while a block is in the free queue, the queue keeps a note in
-        the count. Of the null block it means nothing.
+        the count. Of the null block it means nothing. Not aligned with caching (see `states`).
         """
         return self.states["ref_cnt"][:self.core.blocks.num_blocks]
 
