@@ -62,20 +62,19 @@ def above_floor(ours, floor, goal):
     if ours is None or floor is None:
         return ""
     value = ours["median_ns"] / floor["median_ns"]
+    return times(value, goal, goal is None or value <= goal)
+
+
+def times(value, goal, is_met):
     text = f"{value:.1f}x"
-    if goal is not None:
-        text += f" (goal {goal}x" + (")" if value <= goal else ", **missed**)")
-    return text
+    return text if goal is None else f"{text} (goal {goal}x{')' if is_met else ', **missed**)'}"
 
 
 def ratio(stock, ours, goal):
     if stock is None or ours is None:
         return ""
     value = stock["median_ns"] / ours["median_ns"]
-    text = f"{value:.1f}x"
-    if goal is not None:
-        text += f" (goal {goal}x" + (")" if value >= goal else ", **missed**)")
-    return text
+    return times(value, goal, goal is None or value >= goal)
 
 
 def time_table(results, case):

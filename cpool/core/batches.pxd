@@ -243,7 +243,7 @@ cdef inline size_t find_as(
     cdef ref_t ref
     key.space = space
     while row < count:
-        stop = min(count, row + 4 * IN_FLIGHT)
+        stop = min(count, row + 5 * IN_FLIGHT)
         while row_bytes > 64 and asked < stop:
             prefetch(digests + asked * row_bytes)
             asked += 1
@@ -414,7 +414,7 @@ cdef inline void register_plain(Core* core, Registrations* batch, uint32_t width
         i = batch.sought
         stop = min(count, row + 2 * IN_FLIGHT)
         while i < stop:
-            cells.prefetch_behind(of, batch.hashes[i % RING])
+            cells.prefetch_passed(of, batch.hashes[i % RING])
             prefetch_old_keys(core, batch.ids[i])
             i += 1
         batch.sought = i

@@ -374,17 +374,11 @@ cdef inline void refill(Cells* cells, uint64_t place) noexcept:
 
 
 cdef inline void prefetch_passed(const Cells* cells, hash_t hash) noexcept:
-    # What a remove of the hash reads beside its home, if anything: whatever passed that.
+    # What a remove of the hash, or a search that does not find it in its home, reads beside that,
+    # if anything: whatever passed it.
     cdef uint64_t chunk = home(cells, hash)
     if num_passed(&cells.chunks[chunk]):
         memory.prefetch_write(&cells.chunks[next_chunk(cells, chunk)])
-
-
-cdef inline void prefetch_behind(const Cells* cells, hash_t hash) noexcept:
-    # The chunk that a search reads next unless it finds the hash in its home, if any.
-    cdef uint64_t chunk = home(cells, hash)
-    if num_passed(&cells.chunks[chunk]):
-        memory.prefetch(&cells.chunks[next_chunk(cells, chunk)])
 
 
 cdef inline uint64_t first_hash(const Cells* cells, uint64_t chunk) noexcept:
